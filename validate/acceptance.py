@@ -34,11 +34,12 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.sampling import require_finite
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import device_name, today
-from ridgeplan.validate.measure import Progress, clamp_share, silent
+from ridgeplan.validate.measure import clamp_share
 from ridgeplan.validate.prompts import prompt_tokens
 
 ROUND = 8  # drafts; plans with gamma 8 see their mean
@@ -248,7 +249,7 @@ class MeasuredAcceptance:
 
 
 def measure_acceptance(
-    model: str, passage: Passage, drafts: Sequence[Draft], device: str | None = None, on_progress: Progress = silent
+    model: str, passage: Passage, drafts: Sequence[Draft], device: str | None = None, on_progress: OnProgress = silent
 ) -> Iterator[MeasuredAcceptance]:
     """A row for each context and draft of a model: a safetensors folder, a GGUF file or a hub id.
 
@@ -278,7 +279,7 @@ def measure_acceptance(
             yield MeasuredAcceptance(row, result.by_position)
 
 
-def _report(on_progress: Progress, what: str, before: int, total: int, done: int) -> None:
+def _report(on_progress: OnProgress, what: str, before: int, total: int, done: int) -> None:
     """Progress after `done` rounds of a context; `before` are those of earlier contexts."""
     on_progress(what, before + done, total)
 

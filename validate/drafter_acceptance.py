@@ -11,12 +11,12 @@ from ridgeplan.planner.acceptance.drafter_rows import DrafterRow
 from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, head_settings, profile_document
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Weights
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.acceptance import Passage, named_shape
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import device_name
-from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 
 SUFFIX, HEAD, CASCADE, SELF = "suffix", "head", "cascade", "w4"
@@ -71,7 +71,7 @@ def measure_drafters(
     passages: int = 1,
     temperature: float = 1.0,
     device: str | None = None,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
 ) -> Iterator[DrafterMeasurement]:
     """Every case at every context of a passage. head: a folder, for heads and for a cascade over one.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.runtime.progress import OnProgress
 from ridgeplan.validate import machine
 from ridgeplan.validate.kernel_calls import (
     attention,
@@ -25,7 +26,6 @@ from ridgeplan.validate.kernel_calls import (
 )
 from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, usable
 from ridgeplan.validate.kernel_calls.sizes import KERNELS, bench_sizes
-from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 
 POOL_BYTES = 2 << 30  # memory for measuring the bandwidth
@@ -135,7 +135,7 @@ class KernelReport:
 
 
 @torch.inference_mode()
-def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None = None) -> KernelReport:
+def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: OnProgress | None = None) -> KernelReport:
     """Times `kernels` at all their sizes on this machine's GPU, with calls chained in CUDA graphs (see `Bench`).
 
     Raises NoCudaDevice.
@@ -167,7 +167,7 @@ def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, f
 
 
 def cases_of(
-    bench: Bench, sizes: Mapping[str, Sequence[Any]], kernels: Iterable[str], on_progress: Progress | None = None
+    bench: Bench, sizes: Mapping[str, Sequence[Any]], kernels: Iterable[str], on_progress: OnProgress | None = None
 ) -> Iterator[BenchCase]:
     """The cases of `kernels`, created lazily, so that only one size's inputs are in memory."""
     chosen = [name for name in KERNELS if name in set(kernels)]

@@ -269,11 +269,3 @@ def clamp_share(share: float, low: float = 0.0) -> float:
     Anything further outside, and NaN, is returned as it is, so that the row it is saved in refuses it.
     """
     return min(1.0, max(low, share)) if -ROUNDING <= share <= 1 + ROUNDING else share
-
-
-# Called with the name of the next part, the number of finished parts, and their total.
-Progress = Callable[[str, int, int], None]
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Ignores progress."""

@@ -20,7 +20,7 @@ from ridgeplan.planner.queries.maps import plan_map
 from ridgeplan.planner.queries.sweep import grid_sweep
 from ridgeplan.planner.question import ask
 from ridgeplan.planner.search import families
-from ridgeplan.validate.measure import Progress, silent
+from ridgeplan.runtime.progress import OnProgress, silent
 
 MODEL, GPU, CONTEXT = "meta-llama/Llama-3.1-8B", "h200", 120_000
 QUESTION = ("plan", MODEL, "--gpu", GPU, "--ctx", str(CONTEXT))
@@ -57,7 +57,7 @@ class PlannerSpeed:
         return {**asdict(self), "searched_plans_per_s": self.searched_plans_per_s}
 
 
-def measure_planner(runs: int = 5, on_progress: Progress = silent) -> PlannerSpeed:
+def measure_planner(runs: int = 5, on_progress: OnProgress = silent) -> PlannerSpeed:
     """Times `recommend` for an 8B model on an H200 at 120,000 tokens: `runs` processes, and warm calls."""
     on_progress("new processes", 0, 4)
     help_s, cold_s = (statistics.median(seconds(partial(_in_a_process, words)) for _ in range(runs))

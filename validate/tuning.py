@@ -25,12 +25,13 @@ from ridgeplan.roofline.plan.plan import KVFormat, Plan, Speculation, require, r
 from ridgeplan.roofline.round import RoundCosts, flush_capped, tokens_at
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.gamma_control import Evidence
 from ridgeplan.validate.acceptance import Passage, named_shape, rows_by_position
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import device_name
-from ridgeplan.validate.measure import Measured, Progress, is_busy, measure, silent, widest
+from ridgeplan.validate.measure import Measured, is_busy, measure, widest
 from ridgeplan.validate.prompts import prompt_batch
 
 STABLE = 0.97  # of the most tokens per round: with more tokens read, acceptance rises no further
@@ -264,7 +265,7 @@ def tune(
     profile: Profile | None,
     largest: int,
     device: str | None = None,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
     quick: bool = False,
 ) -> Tuning:
     """The plan with the sparse ratio and the gamma that the three steps choose for a text.
@@ -336,7 +337,7 @@ class Trials:
     schedule: Schedule
     shared: SharedWeights
     passage: Passage
-    on_progress: Progress
+    on_progress: OnProgress
     shape: ModelShape | None = None
     rows: list[AcceptanceRow] = field(default_factory=list)
     spreads: list[float | None] = field(default_factory=list)

@@ -129,7 +129,7 @@ class ContextDecay:
     def of(cls, name: str) -> ContextDecay:
         """Of the rows of a drafter whose contexts are known, and that are of no kind of text alone."""
         rows = (row for row in drafter_rows() if row.name == name and row.context and not row.text)
-        return cls(tuple(sorted(rows, key=_context)))
+        return cls(tuple(sorted(rows, key=lambda row: row.context)))
 
     def tokens(self, context: float) -> float:
         """Tokens of a pass; beyond the rows' contexts those of the nearest."""
@@ -149,7 +149,3 @@ class ContextDecay:
         first, last = self.rows[0], self.rows[-1]
         ends = f"{first.tokens:g} tokens a pass at {first.context} and {last.tokens:g} at {last.context}"
         return f"{ends}, {first.where}"
-
-
-def _context(row: DrafterRow) -> int:
-    return row.context

@@ -13,6 +13,7 @@ import torch
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.execution import rate_rows
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration.calls import bench_for, class_calls, portable_calls
 from ridgeplan.validate.calibration.fit import Ceilings, KernelTiming, Samples, SamplesError, fit_rates, fit_steps
@@ -20,7 +21,6 @@ from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import CPU_PASSES, NoiseCheck, slowdown
 from ridgeplan.validate.calibration.overheads import DISPATCH_TIMES, measured_rounds, with_dispatch, with_fitted_gaps
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
-from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.timing import Bench, KernelCall
 
 PORTABLE = "portable"  # all classes of the kernels that older GPUs run
@@ -37,7 +37,7 @@ class CalibrationError(ValueError):
 def calibrate(
     quick: bool,
     device: str | None = None,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
     suite: Suite | None = None,
     noise: NoiseCheck | None = None,
     keep: Callable[[Samples], object] | None = None,
@@ -88,7 +88,7 @@ def recalibrate(
     base: Profile,
     kinds: Sequence[str],
     quick: bool,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
     suite: Suite | None = None,
     noise: NoiseCheck | None = None,
 ) -> Profile:
@@ -188,7 +188,7 @@ def _measured(
     bench: Bench,
     suite: Suite,
     num_sms: int,
-    on_progress: Progress,
+    on_progress: OnProgress,
     noise: NoiseCheck,
     kinds: Sequence[str] | None = None,
 ) -> dict[str, list[KernelTiming]]:

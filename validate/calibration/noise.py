@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, RELATIVES, Profile, Rates
 
 if TYPE_CHECKING:
+    from ridgeplan.runtime.progress import OnProgress
     from ridgeplan.validate.calibration.fit import Ceilings, KernelTiming
-    from ridgeplan.validate.measure import Progress
     from ridgeplan.validate.timing import Bench, KernelCall
 
 Kept = TypeVar("Kept")
@@ -125,7 +125,7 @@ class NoiseCheck:
         kinds: Sequence[str],
         classes: Callable[[], Mapping[str, Iterable[KernelCall]]],
         keep: Callable[[KernelCall], Kept],
-        on_progress: Progress,
+        on_progress: OnProgress,
     ) -> dict[str, list[tuple[Kept, float]]]:
         """Of each class of `kinds`, what `keep` returns for each call, and the call's seconds in its fastest pass.
 

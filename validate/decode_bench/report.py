@@ -13,8 +13,9 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset, preset_name
 from ridgeplan.roofline.plan.support import missing_head
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.validate.comparison import Comparison, compare_measured
-from ridgeplan.validate.measure import Measured, Progress, measure, silent
+from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.prompts import prompt_batch, random_batch
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def bench_decode(
     model: InflatedModel,
     cases: Sequence[DecodeCase],
     options: DecodeOptions,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
     on_report: Callable[[DecodeReport], object] = lambda report: None,
 ) -> DecodeReport:
     """Runs `cases`; those of one context and batch use the same prompts.

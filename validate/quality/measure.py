@@ -34,8 +34,8 @@ from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies.evictions import OracleScorer
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.validate.machine import device_name, free_bytes, today
-from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.quality.fidelity import ForcedPassage, next_logits, overlap, perplexity, surprise
 from ridgeplan.validate.quality.long_output import LongOutput, long_outputs
@@ -275,7 +275,7 @@ CACHES_SHARE = 0.7  # of the free memory; the rest is for weights and workspaces
 
 
 def measure_quality(
-    options: QualityOptions, material: Material, known: Sequence[QualityRow] = (), on_progress: Progress = silent
+    options: QualityOptions, material: Material, known: Sequence[QualityRow] = (), on_progress: OnProgress = silent
 ) -> Iterator[list[QualityRow]]:
     """New rows of each group of measures as soon as they are measured; what `known` has is not measured again.
 
@@ -295,7 +295,7 @@ class _Run:
     """State of a run: known rows, open engines with their shared weights, and progress."""
 
     def __init__(
-        self, options: QualityOptions, material: Material, known: Sequence[QualityRow], on_progress: Progress
+        self, options: QualityOptions, material: Material, known: Sequence[QualityRow], on_progress: OnProgress
     ) -> None:
         self._options, self._on_progress, self._done = options, on_progress, 0
         self._maker = PromptMaker(load_tokenizer(model_source(options.model, on_progress)), material)

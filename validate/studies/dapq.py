@@ -26,8 +26,8 @@ from ridgeplan.roofline.plan.policies.evictions import DapQEviction
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.policies.evictions import DapQScorer
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.validate.acceptance import named_shape
-from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies.recorded import RecordedPrompt, Recording
 
@@ -112,7 +112,7 @@ def study(
     text: str,
     sizes: DapqSizes,
     device: str | None = None,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
 ) -> list[Figures]:
     """The figures of every passage. Raises what `ridgeplan.runtime.load` raises, and PromptError for a short text."""
     workload = Workload(named_shape(model).name, "this machine", sizes.context, sizes.response + max(RECALL_WINDOWS))

@@ -40,6 +40,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
 from ridgeplan.runtime.policies.ranked import VerificationSelector
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.request import Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams, require_finite
@@ -52,7 +53,7 @@ from ridgeplan.validate.acceptance import (
     rows_by_position,
 )
 from ridgeplan.validate.engines import SharedWeights, bound_head
-from ridgeplan.validate.measure import Progress, clamp_share, silent
+from ridgeplan.validate.measure import clamp_share
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
 from ridgeplan.validate.studies import methods
@@ -187,7 +188,7 @@ def study(
     passage: Passage,
     drafts: Sequence[StudyDraft],
     device: str | None = None,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
     known: Container[tuple[int, StudyDraft]] = (),
     verification: str = SAMPLED,
     passages: int = 1,

@@ -18,8 +18,8 @@ from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVCache, Workload, require_
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.validate.acceptance import named_shape
-from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.quality.fidelity import ForcedPassage, perplexity, surprise
 from ridgeplan.validate.studies.recorded import RecordedPrompt
@@ -58,7 +58,7 @@ def study(
     text: str,
     sizes: QuantSpecSizes,
     device: str | None = None,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
 ) -> list[AxesRow]:
     """A row for each pair of axes and number of bits, after one in full precision.
 

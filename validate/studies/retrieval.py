@@ -26,10 +26,10 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenIndex, TokenSelector
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.validate.acceptance import Passage, named_shape
 from ridgeplan.validate.engines import SharedWeights, bound_head
-from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies.methods import METHODS, RANDOM
 from ridgeplan.validate.studies.recorded import FullHead, attention_weights, features_before
@@ -92,7 +92,7 @@ def study(
     *,
     yarn: bool = False,
     device: str | None = None,
-    on_progress: Progress = silent,
+    on_progress: OnProgress = silent,
 ) -> Iterator[RetrievalRow]:
     """Rows of each context.
 

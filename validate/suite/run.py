@@ -10,11 +10,11 @@ import torch
 from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.calibration.noise import NoisyMachine
 from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.machine import free_bytes, measured_here
-from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.random_model import BusyMachine, RandomModel, measured_round
 from ridgeplan.validate.suite import generations, sections
 from ridgeplan.validate.suite.report import SECTIONS, RegretRow, SuiteError, SuiteReport, SuiteRow
@@ -49,7 +49,7 @@ class SuiteOptions:
         return tuple(section for section in SECTIONS if section in (self.only or SECTIONS))
 
 
-def run_suite(options: SuiteOptions, on_progress: Progress = silent, sizes: SuiteSizes | None = None) -> SuiteReport:
+def run_suite(options: SuiteOptions, on_progress: OnProgress = silent, sizes: SuiteSizes | None = None) -> SuiteReport:
     """Runs the chosen sections on the GPU if there is one, else on the CPU. sizes: by default the suite's own.
 
     Generations come first, as they refuse a wrong model or a short text.
@@ -89,7 +89,7 @@ class _Run:
     options: SuiteOptions
     sizes: SuiteSizes
     device: torch.device
-    on_progress: Progress
+    on_progress: OnProgress
     rows: list[SuiteRow] = field(default_factory=list)
     regret: list[RegretRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)

@@ -26,10 +26,10 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, family_key, preset_name
 from ridgeplan.roofline.plan.support import only_estimated
+from ridgeplan.runtime.progress import OnProgress
 from ridgeplan.validate.calibration.calls import bench_for, class_calls
 from ridgeplan.validate.calibration.noise import steady_reading
 from ridgeplan.validate.calibration.sizes import Suite
-from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.random_model import RandomModel, RoundTimes, measured_round, random_cache
 from ridgeplan.validate.suite.report import RegretRow, SuiteRow
 from ridgeplan.validate.timing import KernelCall
@@ -47,7 +47,7 @@ def predicted_seconds(call: KernelCall, machine: Machine) -> float:
 
 
 @torch.inference_mode()
-def kernel_rows(profile: Profile, device: torch.device, sizes: Suite, on_progress: Progress) -> Iterator[SuiteRow]:
+def kernel_rows(profile: Profile, device: torch.device, sizes: Suite, on_progress: OnProgress) -> Iterator[SuiteRow]:
     """A row for every kernel call of `sizes`, in microseconds."""
     machine, bench = Machine.of(profile), bench_for(device, sizes)
     classes = class_calls(bench, sizes, profile.hardware.num_sms)

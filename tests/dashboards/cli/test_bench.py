@@ -17,11 +17,11 @@ from ridgeplan.planner import Workload
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.runtime.progress import OnProgress
 from ridgeplan.validate import kernel_bench, planner_speed
 from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.kernel_bench import KernelReport, KernelRow, MachinePeaks
 from ridgeplan.validate.kernel_calls.sizes import KERNELS
-from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.planner_speed import PlannerSpeed
 from ridgeplan.validate.random_model import llama_like_shape
 
@@ -125,7 +125,7 @@ def test_planner_speed_is_told_in_units_and_saved(
 ) -> None:
     benched: list[int] = []
 
-    def measure_planner(runs: int, on_progress: Progress) -> PlannerSpeed:
+    def measure_planner(runs: int, on_progress: OnProgress) -> PlannerSpeed:
         benched.append(runs)
         on_progress("a new process", 0, 3)
         return PlannerSpeed(
