@@ -204,6 +204,7 @@ def measure(setup: Setup, send: Any) -> None:
             str(folder), setup.config["vocab_size"], longest + 2 * NEW_TOKENS, load_format="dummy",
             quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=16384,
             dtype="bfloat16", compilation_config=GRAPHS, **beside_others(),
+            gdn_prefill_backend="triton",  # FlashInfer's is compiled for minutes at first use
             **({"speculative_config": drafting} if drafting else {}),
         )  # fmt: skip
         routers = engine.llm.apply_model(spread_routers)[0]
