@@ -21,19 +21,19 @@ RESULTS = Path(__file__).parents[1] / "validate" / "results"
 DECODING = "decode_*h200.json"
 ABLATION = "decode_ablation_h200"  # of an older version: docs/benchmarks/h200.md alone shows it
 PLAIN = "autoregressive"
-VLLM_KERNELS = "kernels_vllm_h200"
 EVICTIONS = ("dapq", "snapkv", "pyramidkv", "h2o", "streamingllm", "lacache", "expected-attention")
 KERNELS = {
-    "kernels_h200": (
+    "kernels_codes_h200": (
         ("attention", "32/8 x 128, B1, 131072 tokens, INT8"),
         ("attention", "32/8 x 128, B1, 131072 tokens, INT4"),
         ("attention", "32/8 x 128, B8, 32768 tokens, INT4"),
-        ("linear_dense", "1 x 4096 -> 28672"),
+        ("linear_int4", "1 x 4096 -> 4096"),
         ("linear_int4", "1 x 4096 -> 28672"),
         ("linear_int4", "16 x 4096 -> 28672"),
-        ("linear_int4", "1 x 4096 -> 4096"),
+        ("linear_int8", "1 x 4096 -> 28672"),
+        ("linear_int8", "8 x 4096 -> 28672"),
     ),
-    "kernels_int8_h200": (("linear_int8", "1 x 4096 -> 28672"), ("linear_int8", "8 x 4096 -> 28672")),
+    "kernels_h200": (("linear_dense", "1 x 4096 -> 28672"),),
     "kernels_sparse_h200": (("progressive", "32/8 x 128, B1, 131072 tokens, 7%"),),
 }
 PREDICTED = {
@@ -195,14 +195,13 @@ def _speed(decoding: Decoding | None) -> str:
 
 
 def fast_kernels() -> str:
-    """Some kernels beside the fastest of other projects', those of vLLM measured in another session."""
-    vllm = {(row["kernel"], row["shape"]): {f"{row['peer']} *": row["us"]} for row in result(VLLM_KERNELS)["rows"]}
+    """Some kernels beside the fastest of other projects'."""
     rows = []
     for file, kernels in KERNELS.items():
         measured = {(row["kernel"], row["shape"]): row for row in result(file)["rows"]}
         for kernel in kernels:
             row = measured[kernel]
-            peers = row["peers_us"] | vllm.get(kernel, {})
+            peers = row["peers_us"]
             peer = min(peers, key=peers.__getitem__)
             times = f"{row['ours_us']:.1f}", f"{peers[peer]:.1f}", f"{peers[peer] / row['ours_us']:.2f}x"
             rows.append((" ".join(kernel), *times, peer))
