@@ -59,6 +59,7 @@ SM_SHARES = (1.0, 2.5)  # between which the fit looks
 WAVES = ("bf16", "fp8")  # kinds of KV cache that FlashAttention-3 reads
 # Deviations of a prediction beyond what was measured, in quadrature.
 OTHER_MODEL, OTHER_EXPERTS = 0.03, 0.1
+LATENTS = 0.1  # attention to latent rows, at the rates of keys and values; one sequence takes up to twice as long
 OCTAVE, EXPERT_OCTAVE = 0.04, 0.1  # for every doubling of the batch or the context beyond those of like steps
 SEVERAL_GPUS = 0.1  # steps with messages between GPUs, of which this package measured none
 OTHER_BYTES = 1.1e9  # of an H200: 0.24 GB of libraries, 0.1 to 0.5 GB of graphs, 0.6 GB that the driver holds back
@@ -364,6 +365,8 @@ class EngineProfile:
 
     def _model_deviation(self, shape: ModelShape) -> float:
         """By which a model differs from the measured ones: the same, another, or experts unlike any measured."""
+        if shape.is_mla:
+            return LATENTS
         if any(_sizes(shape) == _sizes(self.measured.shape_of(row)) for row in self._row_of_each_model):
             return 0.0
         return OTHER_EXPERTS if shape.is_moe else OTHER_MODEL
@@ -437,8 +440,9 @@ def _users_own(engine: str, hardware: Hardware) -> EngineMeasurements | None:
 
 
 def deviation(rates: EngineRates, measured: EngineMeasurements) -> float:
-    """The relative deviation of the rows that are held out, or of all rows where none is."""
+    """The relative deviation of the rows that are held out, or of all rows where none is; without latents."""
     held_out = [row for row in measured.rows if row.held_out] or measured.rows
+    held_out = [row for row in held_out if not measured.shape_of(row).is_mla] or held_out
     return float(np.sqrt(np.mean([error(rates, measured, row) ** 2 for row in held_out])))
 
 
