@@ -18,7 +18,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "measure_vllm_plugin.py"
 CHECKS = ("fit", "plain", "scheduled", "drafts", "server", "compare")
-SAME_SHARE, DEVIATIONS = 0.97, 0.5  # bf16 sums in another order choose otherwise where two tokens are almost as likely
+# bf16 sums in another order choose otherwise where two tokens are almost as likely; from there on texts differ, so that
+# each token is judged after the text that its engine wrote. Measured: 0.989 to 0.994, and 0.033 deviations.
+SAME_SHARE, DEVIATIONS = 0.97, 0.1
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 
 
@@ -41,15 +43,9 @@ def _run(path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["plain", "scheduled", "cached", "ragged", "drafts", "server"])
 def test_tokens_are_what_the_runtime_chooses(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Whatever vLLM does with chunks, prefix caching, preemption, arrivals and drafts."""
     assert rows[f"compare {name}"]["same_choice"] >= SAME_SHARE
     assert rows[f"compare {name}"]["worst_deviations"] <= DEVIATIONS
-
-
-@pytest.mark.parametrize("name", ["scheduled", "cached", "ragged", "drafts", "server"])
-def test_scheduling_changes_nothing_but_ties(name: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Chunks, prefix caching, preemption, arrivals and drafts: most texts are the same to the end."""
-    assert rows[name]["texts_equal"] >= rows[name]["texts"] / 2
-    assert rows[name]["tokens_equal"] > 0.6
 
 
 def test_drafts_save_steps(rows: dict[str, dict[str, Any]]) -> None:
