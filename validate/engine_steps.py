@@ -332,9 +332,10 @@ class InProcessVllm:
             self.llm.generate(requests, many, use_tqdm=False)
         finally:
             del engine.step
-        gaps = [later - sooner for sooner, later in itertools.pairwise(stamps[: ends[0]])][SKIPPED_STEPS:-2]
         steps = len(stamps) - 1
-        if steps > NEW_TOKENS + SKIPPED_STEPS:  # some sequences waited for others
+        late = max(steps - NEW_TOKENS, 0)  # before the last sequence's first token: its prompt was not in the cache
+        gaps = [later - sooner for sooner, later in itertools.pairwise(stamps[: ends[0]])][late + SKIPPED_STEPS : -2]
+        if not gaps or late > NEW_TOKENS // 2:  # some sequences waited for others
             raise BatchTooLarge(f"{batch} requests of {context} tokens took {steps} steps for {NEW_TOKENS} tokens each")
         return 1e3 * statistics.median(gaps), context
 

@@ -99,12 +99,16 @@ def test_prompts_share_no_beginning_and_stay_the_same() -> None:
 
 
 class FakeEngine:
-    """A step takes 10 ms, and less once a sequence has ended, `ending` steps before the others."""
+    """A step takes 10 ms, less once a sequence has ended, `ending` steps before the others, and 50 with a prompt.
 
-    now_s, left, ending = 0.0, 0, 0
+    prompts: steps that read prompts, before the last sequence has a token.
+    """
+
+    now_s, left, ending, prompts, total = 0.0, 0, 0, 0, 0
 
     def step(self) -> list[Any]:
-        FakeEngine.now_s += 0.01 if self.left > self.ending else 0.004
+        decoding_s = 0.01 if self.left > self.ending else 0.004
+        FakeEngine.now_s += 0.05 if self.total - self.left < self.prompts else decoding_s
         self.left -= 1
         return [SimpleNamespace(finished=True)] if self.left in (self.ending, 0) else []
 
@@ -119,7 +123,8 @@ class FakeLLM:
 
     def generate(self, requests: list[Any], params: Any, *, use_tqdm: bool) -> None:
         assert not use_tqdm and requests
-        self.llm_engine.left = self.waves * params.max_tokens  # sequences that do not fit wait for others
+        tokens = self.waves * params.max_tokens  # sequences that do not fit wait for others
+        self.llm_engine.left = self.llm_engine.total = tokens + self.llm_engine.prompts
         while self.llm_engine.left:
             self.llm_engine.step()
 
@@ -142,6 +147,9 @@ def test_vllm_in_this_process_is_timed_step_by_step() -> None:
     engine.llm.llm_engine.ending = 12  # of 24 steps, as with drafts
     assert engine.step(128, 2) == (pytest.approx(10.0), 128)
     engine.llm.llm_engine.ending = 0
+    engine.llm.llm_engine.prompts = 10  # which the prefix cache does not hold
+    assert engine.step(128, 2) == (pytest.approx(10.0), 128)
+    engine.llm.llm_engine.prompts = 0
     engine.llm.waves = 2
     with pytest.raises(BatchTooLarge, match="2 requests of 128 tokens took 48 steps for 24 tokens each"):
         engine.step(128, 2)
