@@ -53,10 +53,10 @@ __device__ __forceinline__ void unpack_int4(u32 (&pairs)[4], u32 codes) {
 }
 // The same of two planes of codes that make 8 bits, upper code U and lower code L + 8: 1024 + 16 U + (L + 8).
 __device__ __forceinline__ void unpack_int8(u32 (&pairs)[4], u32 upper, u32 lower) {
-    constexpr u32 HIGH_BYTES = 0x64646464u;        // the upper byte of 1024
+    constexpr u32 HIGH_BYTES = 0x64646464u;  // the upper byte of 1024
     constexpr u32 BYTES_0_2 = 0x4240, BYTES_1_3 = 0x4341;  // each below an upper byte of 1024
-    const u32 low = ((upper << 4) & 0xF0F0F0F0u) | (lower & 0x0F0F0F0Fu);
-    const u32 high = (upper & 0xF0F0F0F0u) | ((lower >> 4) & 0x0F0F0F0Fu);
+    const u32 low = lop3_select(upper << 4, lower, 0xF0F0F0F0u);
+    const u32 high = lop3_select(upper, lower >> 4, 0xF0F0F0F0u);
     pairs[0] = __byte_perm(low, HIGH_BYTES, BYTES_0_2);
     pairs[1] = __byte_perm(low, HIGH_BYTES, BYTES_1_3);
     pairs[2] = __byte_perm(high, HIGH_BYTES, BYTES_0_2);

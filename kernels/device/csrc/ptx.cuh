@@ -42,6 +42,13 @@ __device__ __forceinline__ u32 lop3_and_or(u32 x, u32 mask, u32 bits) {
     return d;
 }
 
+// (x & mask) | (y & ~mask) in one instruction; the compiler takes two.
+__device__ __forceinline__ u32 lop3_select(u32 x, u32 y, u32 mask) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(d) : "r"(x), "r"(y), "r"(mask));
+    return d;
+}
+
 __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     u32 d;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
