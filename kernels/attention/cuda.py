@@ -21,6 +21,7 @@ from ridgeplan.kernels.device.cuda import (
     KernelParams,
     compile_kernel,
     config_options,
+    has_wgmma,
     is_on_hopper,
     is_packed,
     launch_with_pdl,
@@ -31,6 +32,7 @@ from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS, QuantizedPlanes
 from ridgeplan.kernels.kv_cache.layout import PageTable
 
 CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
+WGMMA_CTAS_PER_SM = {24: 3, 32: 3, 64: 2}  # the same, of the query rows whose products with codes wgmma computes
 MIN_CTAS_PER_SM = 3
 MIN_TILES_PER_CTA = 4  # with fewer KV tiles per CTA, fewer CTAs are resident
 MIN_GRID_FILL = 0.9  # least share of the resident CTAs that a grid fills
@@ -54,6 +56,7 @@ class AttentionVariant:
 
     bits: 0 without codes. rows: query rows, a key of CTAS_PER_SM. scores: left of each token, see csrc/scores.cuh.
     paged: whether a table has the pages of groups, `PageTable`. sinks: whether a logit of each head joins its softmax.
+    warpgroup: whether the warps of a CTA multiply codes together, by wgmma, with the rows of WGMMA_CTAS_PER_SM only.
     """
 
     head_dim: int
@@ -63,6 +66,7 @@ class AttentionVariant:
     scores: int = 0
     paged: bool = False
     sinks: bool = False
+    warpgroup: bool = False
 
     @property
     def ctas_per_sm(self) -> int:
@@ -73,6 +77,8 @@ class AttentionVariant:
         """
         if self.bits == 0:
             return 2 if self.head_dim == 128 or self.rows == 64 else 3
+        if self.warpgroup:
+            return WGMMA_CTAS_PER_SM[self.rows]
         return 4 if self.rows == 8 and (self.bits == 4 or self.head_dim == 128) else CTAS_PER_SM[self.rows]
 
     @property
@@ -112,6 +118,7 @@ class AttentionVariant:
             SCORES=self.scores,
             PAGED=self.paged,
             SINKS=self.sinks,
+            WARPGROUP=self.warpgroup,
             MERGE_PARTS=merge_parts,
         )
 
@@ -305,7 +312,9 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
         summed = 0 if scores is None else SUMMED[scores.what]
     paged = inputs.pages is not None
     sinks, bf16 = inputs.sinks is not None, q.dtype == torch.bfloat16
-    variant = AttentionVariant(q.shape[3], inputs.bits, bf16, padded_rows, summed, paged, sinks)
+    # Beside scores, wgmma was not measured.
+    warpgroup = inputs.bits > 0 and scores is None and padded_rows in WGMMA_CTAS_PER_SM and has_wgmma(q.device)
+    variant = AttentionVariant(q.shape[3], inputs.bits, bf16, padded_rows, summed, paged, sinks, warpgroup)
     return _compiled(variant, q.device)
 
 
@@ -320,7 +329,9 @@ def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKerne
 
     def compiled(kernel: str, shared_bytes: int, parts: int = MERGE_GROUPS) -> Any | None:
         options, text = variant.options(occupancy.stages, parts), program(SOURCES[kernel], AttentionParams)
-        return compile_kernel(text, kernel, options, device, shared_bytes=shared_bytes, fallback=fallback)
+        return compile_kernel(
+            text, kernel, options, device, shared_bytes=shared_bytes, fallback=fallback, arch_specific=variant.warpgroup
+        )
 
     attend = compiled("attend", occupancy.max_shared_bytes)
     merges = {parts: compiled("merge", 0, parts) for parts in MERGE_PARTS}

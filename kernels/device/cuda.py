@@ -101,21 +101,29 @@ def include_options() -> list[str]:
 
 
 def compile_kernel(
-    program: str, entry: str, options: Sequence[str], device: torch.device, *, shared_bytes: int = 0, fallback: str
+    program: str,
+    entry: str,
+    options: Sequence[str],
+    device: torch.device,
+    *,
+    shared_bytes: int = 0,
+    fallback: str,
+    arch_specific: bool = False,
 ) -> Any | None:
     """The kernel `entry`, which may be launched with up to `shared_bytes` of dynamic shared memory.
 
-    Its code is kept in the user's cache, as NVRTC takes seconds. None if it does not compile or load, after a warning
-    that begins with `fallback`, which says what runs instead.
+    arch_specific: with instructions that newer GPUs lack, as wgmma of sm_90a. Its code is kept in the user's cache, as
+    NVRTC takes seconds. None if it does not compile or load, after a warning that begins with `fallback`, which says
+    what runs instead.
     """
     try:
         with torch.cuda.device(device):
-            capability = "".join(map(str, _capability(device)))
+            capability = "".join(map(str, _capability(device))) + "a" * arch_specific
             path = _binary_path(program, entry, options, capability)
             binary = path and _read_binary(path)
             if not binary:
                 binary = Binary(*compiler._nvrtc_compile(
-                    program, entry, nvcc_options=[*include_options(), *options]
+                    program, entry, compute_capability=capability, nvcc_options=[*include_options(), *options]
                 ))  # fmt: skip
                 if path:
                     _save_binary(binary, path)
@@ -236,6 +244,11 @@ def pdl_options(tensor: Tensor) -> dict[str, bool]:
 def is_on_hopper(tensor: Tensor) -> bool:
     """Whether the tensor is on an NVIDIA GPU of Hopper's generation or a newer one."""
     return tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the NVIDIA GPU has the products of warpgroups: Hopper's generation only, neither older nor newer."""
+    return torch.version.cuda is not None and _capability(device)[0] == 9
 
 
 PACK_ELEMENTS = 8  # 16-bit elements in 16 bytes, the unit of vector loads and bulk copies

@@ -6,7 +6,7 @@ NVRTC is what torch compiles kernels with at run time; its wheel `nvidia-cuda-nv
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from grids import pairs
 
 from ridgeplan.kernels.attention import cuda as attention
-from ridgeplan.kernels.attention.cuda import BY_QUERY, MERGE_PARTS, AttentionVariant, Occupancy
+from ridgeplan.kernels.attention.cuda import BY_QUERY, MERGE_PARTS, WGMMA_CTAS_PER_SM, AttentionVariant, Occupancy
 from ridgeplan.kernels.device.cuda import KernelParams, include_options, program
 from ridgeplan.kernels.experts import cuda as experts
 from ridgeplan.kernels.experts.schedule import MXFP4, CodeFormat, make_experts_schedule, tiled_format
@@ -106,13 +106,16 @@ def attention_kernel(
 ) -> Compiled:
     occupancy = Occupancy(variant, num_sms=132, sm_bytes=H200.sm_bytes)
     options = tuple(variant.options(occupancy.stages, parts))
-    return compile_cuda(program(attention.SOURCES[kernel], attention.AttentionParams), kernel, options)
+    arch = "sm_90a" if variant.warpgroup else "sm_90"
+    return compile_cuda(program(attention.SOURCES[kernel], attention.AttentionParams), kernel, options, arch)
 
 
 # Bytes that are written to local memory outside the loops over tokens, by variant; the others spill nothing.
-ATTENTION_SPILLS = {(128, 8, 8): 16, (128, 8, 16): 8, (128, 4, 24): 36, (128, 8, 24): 84}
+ATTENTION_SPILLS = {(128, 8, 8): 16, (128, 4, 24): 36, (128, 8, 24): 84}
 SPILLS_BY_QUERY = {(128, 8, 24): 92}  # of scores for each query
 SPILLS_PAGED = {(128, 8, 8): 20}
+# Of these, up to three words of heads of 128 inside the loop.
+SPILLS_WARPGROUP = {(64, 4, 32): 12, (64, 8, 32): 4, (64, 4, 64): 8, (64, 8, 64): 4, (128, 4, 64): 24, (128, 8, 64): 16}
 MAIN = [AttentionVariant(d, bits, True, 8) for d in (64, 128) for bits in (0, 4, 8)]
 MORE = [AttentionVariant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (16, 24, 32)]
 HALF = [AttentionVariant(64, bits, False, 8) for bits in (0, 4)]
@@ -125,6 +128,15 @@ PAGED = [
     AttentionVariant(d, bits, True, rows, paged=True) for d in (64, 128) for bits in (4, 8) for rows in (8, 24, 32)
 ]
 SINKS = [AttentionVariant(d, bits, True, rows, sinks=True) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 24)]
+WARPGROUP = [
+    AttentionVariant(d, bits, bf16, rows, warpgroup=True)
+    for d in (64, 128)
+    for bits in (4, 8)
+    for rows, bf16 in ((24, False), (32, True), (64, True))
+]
+WARPGROUP += [
+    replace(variant, warpgroup=True) for variant in PAGED + SINKS if variant.bits and variant.rows in WGMMA_CTAS_PER_SM
+]
 FAST = [AttentionVariant(64, 0, True, 8), AttentionVariant(128, 4, True, 8), AttentionVariant(128, 8, True, 8)]
 FAST += [AttentionVariant(128, 8, True, 8, paged=True), AttentionVariant(64, 8, True, 8, sinks=True)]
 
@@ -138,13 +150,16 @@ def fast_and_slow(fast: Sequence[Any], variants: Sequence[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("variant", fast_and_slow(FAST, MAIN + MORE + HALF + SCORED + PAGED + SINKS), ids=str)
+@pytest.mark.parametrize(
+    "variant", fast_and_slow(FAST, MAIN + MORE + HALF + SCORED + PAGED + SINKS + WARPGROUP), ids=str
+)
 def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     compiled = attention_kernel(compile_cuda, variant)
     assert compiled.warnings == []
     assert compiled.registers * attention.THREADS * variant.ctas_per_sm <= REGISTERS
     spills = ATTENTION_SPILLS | (SPILLS_BY_QUERY if variant.scores == BY_QUERY else {})
     spills |= SPILLS_PAGED if variant.paged else {}
+    spills = SPILLS_WARPGROUP if variant.warpgroup else spills
     assert compiled.spilled <= spills.get((variant.head_dim, variant.bits, variant.rows), 0)
     assert compiled.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
 

@@ -14,6 +14,7 @@
 #define CONFIG_SCORES 0
 #define CONFIG_PAGED 0
 #define CONFIG_SINKS 0
+#define CONFIG_WARPGROUP 0
 #define CONFIG_MERGE_PARTS 16
 #endif
 
@@ -30,6 +31,7 @@ struct AttentionConfig {
                                                             // 3 a sum of probabilities for each query
     static constexpr bool PAGED = CONFIG_PAGED != 0;        // whether a table has the page of each group
     static constexpr bool SINKS = CONFIG_SINKS != 0;        // whether a logit of each head joins its softmax
+    static constexpr bool WARPGROUP = CONFIG_WARPGROUP != 0;  // whether warps multiply codes together (Hopper)
     static constexpr int MERGE_PARTS = CONFIG_MERGE_PARTS;  // groups of threads of `merge` per query row: 1, 4 or 16
 
     using Elem = Element<BF16>;

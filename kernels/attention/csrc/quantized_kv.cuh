@@ -95,11 +95,12 @@ template <class Config> __device__ __forceinline__ void scale_queries(
                 Half::mma(minima[j][h], z0, z2, z1, z3, q[2 * h], q[2 * h + 1]);
                 Half::mma(offsets[j][h], OFFSET, OFFSET, OFFSET, OFFSET, scaled[2 * h], scaled[2 * h + 1]);
             }
-            st_shared(
-                thread.q_fragments + ((first_tile + j) * Config::WORDS + part * Config::SCALED_WORDS + w) * 512, scaled
-            );
+            const u32 fragment = (first_tile + j) * Config::WORDS + part * Config::SCALED_WORDS + w;
+            if constexpr (Config::WARPGROUP) stmatrix(thread.q_fragments + 512 * fragment, scaled);
+            else st_shared(thread.q_fragments + 512 * fragment, scaled);
         }
     }
+    if constexpr (Config::WARPGROUP) fence_proxy_async();
     if (thread.lane >= 4) return;
 #pragma unroll
     for (int j = 0; j < Config::SCALED_TILES; j++)
@@ -142,13 +143,29 @@ template <class Config, int NUM_TILES, int NUM_WORDS> struct CodeFragments {
     }
 };
 
+// Sets `sums` to the products of word `w` of a 16-row tile of each warp with all query rows, or adds them. Those of one
+// word may still be in flight afterwards.
+template <int Q_TILES> __device__ __forceinline__ void multiply_together(
+    float (&sums)[Q_TILES][4], const u32 (&a)[2][4], const WarpgroupOperand& rows, int w, bool add
+) {
+    wgmma_fence();
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        wgmma_m64k16(sums, a[0][2 * h], a[1][2 * h], a[0][2 * h + 1], a[1][2 * h + 1], rows.at(512 * w + 256 * h),
+                     add || h);
+    wgmma_commit();
+    wgmma_wait<1>();
+}
+
 // Products of the warp's 32 tokens of a group with all query rows.
 template <class Config> __device__ __forceinline__ void multiply_keys(
     float (&x)[2][Config::Q_TILES][4], u32 stage, const ThreadLayout<Config>& thread
 ) {
-    constexpr int AT_ONCE = Config::Q_TILES < 4 ? 2 : 1;  // 16-token tiles whose codes registers hold
+    constexpr int AT_ONCE = Config::WARPGROUP || Config::Q_TILES >= 4 ? 1 : 2;  // 16-token tiles in registers
+    const WarpgroupOperand queries(thread.staged, Config::WORDS * 512);
 #pragma unroll
-    for (int i = 0; i < 8 * Config::Q_TILES; i++) x[i / (4 * Config::Q_TILES)][i / 4 % Config::Q_TILES][i % 4] = 0;
+    for (int i = 0; i < 8 * Config::Q_TILES && !Config::WARPGROUP; i++)
+        x[i / (4 * Config::Q_TILES)][i / 4 % Config::Q_TILES][i % 4] = 0;
 #pragma unroll
     for (int tile = 0; tile < 2; tile += AT_ONCE) {
         CodeFragments<Config, AT_ONCE, Config::WORDS> codes;
@@ -159,8 +176,9 @@ template <class Config> __device__ __forceinline__ void multiply_keys(
         for (int w = 0; w < Config::WORDS; w++) {
             u32 a[AT_ONCE][2][4];
             codes.unpack_word(a, w);
+            if constexpr (Config::WARPGROUP) multiply_together(x[tile], a[0], queries, w, w > 0);
 #pragma unroll
-            for (int t = 0; t < Config::Q_TILES; t++) {
+            for (int t = 0; t < Config::Q_TILES && !Config::WARPGROUP; t++) {
                 u32 b[4];
                 ld_shared(b, thread.q_fragments + (t * Config::WORDS + w) * 512);
 #pragma unroll
@@ -172,6 +190,7 @@ template <class Config> __device__ __forceinline__ void multiply_keys(
             }
         }
     }
+    if constexpr (Config::WARPGROUP) wgmma_wait<0>();
 }
 
 // From products to base-2 scores relative to the rows' references.
@@ -195,29 +214,38 @@ template <class Config> __device__ __forceinline__ void scale_scores(
 // Adds a group's values times probabilities, for the warp's channels.
 template <class Config>
 __device__ __forceinline__ void add_values(Accumulator<Config>& sums, u32 stage, const ThreadLayout<Config>& thread) {
-    CodeFragments<Config, Config::OUT_TILES, 4> codes;
-    codes.load(stage + thread.value_codes, 8 * Config::GROUP / 2, 16 * Config::GROUP / 2);
+    constexpr int AT_ONCE = Config::WARPGROUP ? 1 : Config::OUT_TILES;  // 16-channel tiles in registers
     // Where a warp has one tile, its products form two chains, as each waits for the one before.
     constexpr bool TWO_CHAINS = Config::OUT_TILES * Config::Q_TILES == 1;
+    const WarpgroupOperand probabilities(thread.staged + Config::Q_BYTES, Config::P_BYTES);
     float other[Config::OUT_TILES][Config::Q_TILES][4] = {};
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-        u32 a[Config::OUT_TILES][2][4];
-        codes.unpack_word(a, w);
+    for (int tile = 0; tile < Config::OUT_TILES; tile += AT_ONCE) {
+        CodeFragments<Config, AT_ONCE, 4> codes;
+        codes.load(
+            stage + thread.value_codes + tile * 16 * Config::GROUP / 2, 8 * Config::GROUP / 2, 16 * Config::GROUP / 2
+        );
 #pragma unroll
-        for (int i = 0; i < 2 * Config::OUT_TILES; i++) center<Config>(a[i / 2][i % 2]);
+        for (int w = 0; w < 4; w++) {
+            u32 a[AT_ONCE][2][4];
+            codes.unpack_word(a, w);
 #pragma unroll
-        for (int t = 0; t < Config::Q_TILES; t++) {
-            u32 b[4];
-            ldmatrix(b, thread.p_fragments() + t * Config::P_BYTES + w * 512);
+            for (int i = 0; i < 2 * AT_ONCE; i++) center<Config>(a[i / 2][i % 2]);
+            if constexpr (Config::WARPGROUP) multiply_together(sums.out[tile], a[0], probabilities, w, true);
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int t = 0; t < Config::Q_TILES && !Config::WARPGROUP; t++) {
+                u32 b[4];
+                ldmatrix(b, thread.p_fragments() + t * Config::P_BYTES + w * 512);
 #pragma unroll
-                for (int m = 0; m < Config::OUT_TILES; m++)
-                    Half::mma(TWO_CHAINS && h ? other[m][t] : sums.out[m][t], a[m][0][2 * h], a[m][1][2 * h],
-                             a[m][0][2 * h + 1], a[m][1][2 * h + 1], b[2 * h], b[2 * h + 1]);
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                    for (int m = 0; m < AT_ONCE; m++)
+                        Half::mma(TWO_CHAINS && h ? other[m][t] : sums.out[tile + m][t], a[m][0][2 * h], a[m][1][2 * h],
+                                 a[m][0][2 * h + 1], a[m][1][2 * h + 1], b[2 * h], b[2 * h + 1]);
+            }
         }
     }
+    if constexpr (Config::WARPGROUP) wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 4 && TWO_CHAINS; i++) sums.out[0][0][i] += other[0][0][i];
 }

@@ -29,9 +29,10 @@ template <class Config> struct ThreadLayout {
     u32 value_scales;  // in a stage of values: scale of its first token
     u32 value_codes;   // in a stage of values: codes of its first channel
     u32 q_fragments;   // staged queries: its part of the first fragment
+    u32 staged;        // staged queries, the same for all lanes
 
     __device__ __forceinline__ explicit ThreadLayout(u32 staged)
-        : warp(__shfl_sync(FULL_MASK, int(threadIdx.x) / 32, 0)), lane(threadIdx.x % 32) {
+        : warp(__shfl_sync(FULL_MASK, int(threadIdx.x) / 32, 0)), lane(threadIdx.x % 32), staged(staged) {
         const int g = lane / 4, c = lane % 4;
         key_scales =
             opaque(Config::CODE_BYTES + 8 * (Config::WORDS * c + warp % Config::SCALE_WARPS * Config::SCALED_WORDS));
@@ -196,6 +197,7 @@ template <class Config, int HALVES> __device__ __forceinline__ void stage_probab
             // Summed up here, or the compiler carries all probabilities across the barrier and spills.
             asm volatile("" : "+f"(row_sum[t][0]), "+f"(row_sum[t][1]), "+f"(zero_sum[t][0]), "+f"(zero_sum[t][1]));
         }
+        if (Config::WARPGROUP && values) fence_proxy_async();
         const u32 limit = values || !Config::BF16 ? Config::MAX_P_HALF : Config::MAX_P_BF16;
         bool exceeds = max(largest & 0xFFFF, largest >> 16) > limit;
         if (values) exceeds |= values->exponent > sums.exponent;

@@ -145,6 +145,50 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(
           "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+// ---------------------------------------------------------------- tensor cores of a warpgroup (sm_90a: Hopper only)
+
+// B in shared memory as these products read it: matrices of 8 columns x 16 bytes of k, 128 bytes each, from `first` on;
+// adjacent ones in k follow each other, and the next eight columns are `column_bytes` further on.
+struct WarpgroupOperand {
+    u64 descriptor;
+
+    __device__ __forceinline__ WarpgroupOperand(u32 first, u32 column_bytes)
+        : descriptor(u64(column_bytes / 16) << 32 | (128 / 16 << 16) | first / 16) {}
+    __device__ __forceinline__ u64 at(u32 offset) const { return descriptor + offset / 16; }
+};
+// Orders what registers hold before products that follow; and shared memory, after `fence_proxy_async` and a barrier.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most PENDING committed groups of products are still in flight, whose operands must not change.
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#define WGMMA_SUMS(t) "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
+#define WGMMA_OPERANDS "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(add))
+// d = a b, plus d if `add`, on float16 in float32, asynchronously: a warp has 16 of the 64 rows of a and d, and of each
+// TILES of eight columns the registers of mma_m16n8k16.
+template <int TILES>
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
+    static_assert(TILES == 3 || TILES == 4 || TILES == 8, "24, 32 or 64 columns");
+    if constexpr (TILES == 3)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %17, 0; wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
+                     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, {%12,%13,%14,%15}, %16, p, 1, 1, 0; }"
+                     : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2) : WGMMA_OPERANDS);
+    else if constexpr (TILES == 4)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+                     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
+                     : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3) : WGMMA_OPERANDS);
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+                     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+                     "%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"
+                     : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5),
+                       WGMMA_SUMS(6), WGMMA_SUMS(7) : WGMMA_OPERANDS);
+}
+#undef WGMMA_SUMS
+#undef WGMMA_OPERANDS
+
 // ---------------------------------------------------------------- 16-bit elements
 
 // Elements of a tensor: bfloat16 where IS_BF16, else float16. A pair is two of them in a word.
@@ -228,6 +272,10 @@ __device__ __forceinline__ void ldmatrix(u32 (&x)[2], SharedAddress row) {
 __device__ __forceinline__ void ldmatrix_trans(u32 (&x)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row.value));
+}
+__device__ __forceinline__ void stmatrix(SharedAddress row, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(row.value), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 __device__ __forceinline__ void stmatrix_trans(SharedAddress row, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"

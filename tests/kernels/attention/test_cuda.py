@@ -8,12 +8,14 @@ import torch
 from attention_problem import Problem
 from torch import Tensor
 
+from ridgeplan.kernels.attention import cuda
 from ridgeplan.kernels.attention.cuda import (
     MAX_STAGES,
     MERGE_PARTS,
     MIN_CTAS_PER_SM,
     MIN_TILES_PER_CTA,
     RESERVED_BYTES,
+    WGMMA_CTAS_PER_SM,
     AttentionKernel,
     AttentionVariant,
     Occupancy,
@@ -22,6 +24,7 @@ from ridgeplan.kernels.attention.cuda import (
     merge_parts,
 )
 from ridgeplan.kernels.attention.inputs import AttentionInputs
+from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
@@ -31,6 +34,9 @@ HOPPER_SMS = 132
 MERGES = {parts: f"merge of {parts}" for parts in MERGE_PARTS}
 VARIANTS = [
     AttentionVariant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)
+]
+VARIANTS += [
+    replace(variant, warpgroup=True) for variant in VARIANTS if variant.bits and variant.rows in WGMMA_CTAS_PER_SM
 ]
 
 
@@ -103,6 +109,28 @@ def test_more_splits_are_merged_by_more_groups_of_threads() -> None:
     parts = {ctas: merge_parts(ctas, 1) for ctas in (1, 7, 8, 15, 16, 31, 32, 63, 64, 127, 528)}
     assert parts == {1: 1, 7: 1, 8: 4, 15: 4, 16: 4, 31: 4, 32: 16, 63: 16, 64: 16, 127: 16, 528: 16}
     assert merge_parts(264, 64) == 1
+
+
+def test_warps_multiply_codes_of_many_rows_together_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the 24 rows of 5 or 6 queries of 4 heads on; never where scores are summed, nor in full precision."""
+    kernel = AttentionKernel(None, {}, hopper(VARIANTS[0]), torch.zeros(1))
+    monkeypatch.setattr(cuda, "is_on_hopper", lambda tensor: True)
+    monkeypatch.setattr(cuda, "_compiled", lambda variant, device: replace(kernel, occupancy=hopper(variant)))
+
+    monkeypatch.setattr(cuda, "has_wgmma", lambda device: True)
+
+    def together(queries: int, bits: int, scores: ScoreRequest | None = None) -> bool:
+        inputs = build(Case(8, 2, 128, queries, ((1, 0, 3),), bits), "cpu").inputs
+        chosen = find_attention_kernel(inputs, scores)
+        assert chosen is not None
+        return chosen.occupancy.variant.warpgroup
+
+    assert [together(queries, 8) for queries in (1, 4, 5, 6, 8, 16)] == 2 * [False] + 4 * [True]
+    assert together(6, 4)
+    assert not together(6, 0)
+    assert not together(6, 8, ScoreRequest(torch.zeros(1, 2, 200), "ends", "logits"))
+    monkeypatch.setattr(cuda, "has_wgmma", lambda device: False)
+    assert not together(8, 8)
 
 
 def test_cpu_calls_are_left_to_the_reference() -> None:

@@ -200,6 +200,15 @@ def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return lambda compiler: monkeypatch.setattr(torch.cuda._utils, "_nvrtc_compile", compiler)
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)]
+)
+def test_hopper_alone_has_wgmma(capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cuda, "_capability", lambda _: capability)
+    assert cuda.has_wgmma(DEVICE) is expected
+
+
 def test_a_program_includes_its_source_and_checks_its_arguments() -> None:
     class Point(KernelParams):
         _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_double))
@@ -230,17 +239,17 @@ def test_every_include_is_found() -> None:
 def test_a_kernel_gets_its_options_and_shared_memory(compiling: Any) -> None:
     seen = []
 
-    def compile_kernel(source: str, entry: str, nvcc_options: list[str]) -> tuple[bytes, str]:
-        seen.append((source, entry, nvcc_options))
+    def compile_kernel(source: str, entry: str, compute_capability: str, nvcc_options: list[str]) -> tuple[bytes, str]:
+        seen.append((source, entry, compute_capability, nvcc_options))
         return b"code\n\0", "mangled"
 
     compiling(compile_kernel)
     include = cuda.include_options()
     large = cuda.compile_kernel("source", "entry", ("-DA=1",), DEVICE, shared_bytes=100_000, fallback="")
     assert large is not None and large.shared_bytes == 100_000
-    small = cuda.compile_kernel("source", "entry", [], DEVICE, fallback="")
+    small = cuda.compile_kernel("source", "entry", [], DEVICE, fallback="", arch_specific=True)
     assert small is not None and small.shared_bytes == 0
-    assert seen == [("source", "entry", [*include, "-DA=1"]), ("source", "entry", include)]
+    assert seen == [("source", "entry", "90", [*include, "-DA=1"]), ("source", "entry", "90a", include)]
 
 
 def test_a_kernel_is_compiled_once_for_all_processes(
