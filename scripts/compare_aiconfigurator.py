@@ -1,4 +1,4 @@
-"""Puts aiconfigurator's decode steps and prompts beside ours, and writes them to validate/papers/aiconfigurator.toml.
+"""Puts aiconfigurator's decode steps and prompts beside ours, and writes them to scripts/aiconfigurator.toml.
 
     python -m venv aic && aic/bin/pip install aiconfigurator
     python scripts/compare_aiconfigurator.py aic/bin/aiconfigurator
@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from itertools import starmap
 
-from ridgeplan.validate.papers.parallel import STEPS, StepCase, prompt_ms, step_ms
+from published_parallel import STEPS, StepCase, prompt_ms, step_ms
 
 PROMPT, NEW_TOKENS = 8192, 256
 NAMES = {

@@ -1,4 +1,7 @@
-"""Published times of models on several GPUs, and aiconfigurator's, beside ours: parallel.toml, aiconfigurator.toml."""
+"""Published times of models on several GPUs, and aiconfigurator's, beside ours: docs/parallel.md has the tables.
+
+published_parallel.toml has the published rows, and aiconfigurator.toml what scripts/compare_aiconfigurator.py wrote.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ridgeplan.roofline.catalog.validation import Checked, build
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.validate.papers.rows import PublishedError
 
-ROWS, STEPS = (Path(__file__).with_name(f"{name}.toml") for name in ("parallel", "aiconfigurator"))
+ROWS, STEPS = (Path(__file__).with_name(f"{name}.toml") for name in ("published_parallel", "aiconfigurator"))
 ALL_AT_ONCE = 1e5  # requests per second: as many run as are allowed, until the last ones
 MAX_SEQUENCES = 2048  # of a rank at the highest load, as by default in TensorRT-LLM
 REQUESTS = {True: 1500, False: 3000}  # at the highest load, of long ones and of others, as published

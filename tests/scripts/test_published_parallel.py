@@ -3,8 +3,8 @@
 from statistics import median
 
 import pytest
+from published_parallel import ServedRow, other_steps, served_rows, source_title
 
-from ridgeplan.validate.papers.parallel import ServedRow, other_steps, served_rows, source_title
 from ridgeplan.validate.papers.rows import PublishedError
 
 
