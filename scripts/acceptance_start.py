@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+
 from cross_validation import conformal_bands, context_group, leave_out, model_group
 
 from ridgeplan.planner.acceptance.model import observation
-from ridgeplan.planner.acceptance.regression import START, fit, start_json
-from ridgeplan.planner.acceptance.rows import shipped_rows
+from ridgeplan.planner.acceptance.regression import START, EffectsPosterior, digest, fit
+from ridgeplan.planner.acceptance.rows import AcceptanceRow, shipped_rows
+
+DIGITS = 6
+
+
+def start_json(fitted: EffectsPosterior, rows: Sequence[AcceptanceRow], bands: Mapping[str, float]) -> str:
+    """A fit's effects and variances, one effect to a line, what rows they are of, and its bands."""
+    pairs = zip(fitted.index, fitted.mean.tolist(), strict=True)
+    effects = ",\n".join(json.dumps([*effect, round(value, DIGITS)]) for effect, value in pairs)
+    variances, ends = (
+        json.dumps({name: round(value, DIGITS) for name, value in each.items()}) for each in (fitted.variances, bands)
+    )
+    return f'{{"rows": "{digest(rows)}",\n"bands": {ends},\n"variances": {variances},\n"effects": [\n{effects}\n]}}\n'
 
 
 def main() -> None:

@@ -206,7 +206,6 @@ def _gradient(parts: Sequence[Part], shares: np.ndarray) -> dict[Effect, float]:
 
 
 START = Path(__file__).with_name("start.json")
-DIGITS = 6
 
 
 def start_of(rows: Sequence[AcceptanceRow]) -> Start:
@@ -226,13 +225,3 @@ def digest(rows: Sequence[AcceptanceRow]) -> str:
 def saved_bands() -> dict[str, float]:
     """How many deviations lie between a prediction and either end of its band, by `band_family`."""
     return dict(json.loads(START.read_text(encoding="utf-8"))["bands"])
-
-
-def start_json(fitted: EffectsPosterior, rows: Sequence[AcceptanceRow], bands: Mapping[str, float]) -> str:
-    """A fit's effects and variances, one effect to a line, what rows they are of, and its bands."""
-    pairs = zip(fitted.index, fitted.mean.tolist(), strict=True)
-    effects = ",\n".join(json.dumps([*effect, round(value, DIGITS)]) for effect, value in pairs)
-    variances, ends = (
-        json.dumps({name: round(value, DIGITS) for name, value in each.items()}) for each in (fitted.variances, bands)
-    )
-    return f'{{"rows": "{digest(rows)}",\n"bands": {ends},\n"variances": {variances},\n"effects": [\n{effects}\n]}}\n'

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from acceptance_start import start_json
 
 from ridgeplan.planner.acceptance import shipped_rows
 from ridgeplan.planner.acceptance.effects import COMMON, GROUPS
@@ -19,7 +20,6 @@ from ridgeplan.planner.acceptance.regression import (
     Start,
     digest,
     fit,
-    start_json,
     start_of,
 )
 
