@@ -38,7 +38,7 @@ from ridgeplan.planner import recommend
 from ridgeplan.planner.acceptance.drafter_rows import drafter_rows
 from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.engines.rates import engine_profile, error
-from ridgeplan.planner.export.rules import RULES
+from ridgeplan.planner.export.rules import rules
 from ridgeplan.planner.quality import AGREEMENT, EARLY_RECALL, FIDELITY, LATE_RECALL
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
@@ -127,7 +127,7 @@ def engine_times() -> str:
 def engine_rules() -> str:
     """Every known incompatibility with its threads."""
     rows = []
-    for rule in RULES:
+    for rule in rules():
         threads = ", ".join(f"[{_thread(source)}]({source})" for source in rule.sources)
         rows.append((", ".join(rule.engines), rule.says, "refused" if rule.forbids else "warned", threads))
     return table(("engine", "what happens", "", "threads"), rows)
