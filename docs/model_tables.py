@@ -10,7 +10,7 @@ from readme_tables import result, table
 from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.resolution import resolve
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
@@ -35,7 +35,7 @@ def supported_families() -> str:
     """What the runtime executes and what is only priced, by family and plan, and what its layers need."""
     models = {shape.architecture: shape for shape in reversed(list_models())}
     rows = []
-    for name in FAMILIES:
+    for name in families():
         shape = models.get(name)
         if shape is None:
             continue
@@ -45,7 +45,7 @@ def supported_families() -> str:
         held = as_loaded(shape)
         rows.append((f"`{name}`", *(_status(plan, held) for plan in plans), _missing(plans, held)))
     headers = ("family", "plain", "quantspec", "progressive", "eviction", "offload", "8-bit", "4-bit", "not executed")
-    without = ", ".join(f"`{name}`" for name in FAMILIES if name not in models)
+    without = ", ".join(f"`{name}`" for name in families() if name not in models)
     return f"{table(headers, rows)}\n\nWithout a model in the catalog, described and priced as well: {without}."
 
 

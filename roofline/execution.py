@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
 
 MAX_TOKENS = 1 << 24  # the longest context that a plan may have
 MAX_ACCEPTANCE_LENGTH = 5  # tokens of a pass that verifies 4 proposals, which is how users state acceptance
 MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
-
-# Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
-EXECUTABLE_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.executed)
 
 # Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention for as many KV
 # heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.

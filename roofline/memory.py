@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.roofline import execution, ops
+from ridgeplan.roofline.catalog.families import executable_architectures
 from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.cost import Term, indicator, is_symbolic, maximum, minimum, where
@@ -172,7 +173,7 @@ def window_kv(shape: ModelShape, strategy: Strategy, element_bytes: Term, final:
 
 def _final_tokens(shape: ModelShape, strategy: Strategy) -> Term | None:
     """Tokens of a sequence at its end, for models that this package executes; engines' caches are all alike."""
-    return strategy.context + strategy.new_tokens if shape.architecture in execution.EXECUTABLE_ARCHITECTURES else None
+    return strategy.context + strategy.new_tokens if shape.architecture in executable_architectures() else None
 
 
 def code_memory(

@@ -15,6 +15,7 @@ from operator import mul
 import numpy as np
 
 from ridgeplan.roofline import ops
+from ridgeplan.roofline.catalog.families import executable_architectures
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, indicator, is_symbolic, maximum, minimum, where
 from ridgeplan.roofline.drafters import (
@@ -26,7 +27,6 @@ from ridgeplan.roofline.drafters import (
     proposes,
 )
 from ridgeplan.roofline.execution import (
-    EXECUTABLE_ARCHITECTURES,
     HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
     RoundKind,
@@ -372,7 +372,7 @@ def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context
 
 def _window_tokens(shape: ModelShape, cached: Term, queries: Term) -> Term | None:
     """`PassTerms.held`: this package's cache keeps windows as it says; other engines treat all layers alike."""
-    if not shape.window_tokens or shape.architecture not in EXECUTABLE_ARCHITECTURES:
+    if not shape.window_tokens or shape.architecture not in executable_architectures():
         return None
     return cached + queries
 

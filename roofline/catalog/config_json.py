@@ -14,7 +14,6 @@ from ridgeplan.roofline.catalog.families import (
     EXPERT_WIDTH,
     EXPERTS,
     EXPERTS_PER_TOKEN,
-    FAMILIES,
     INNER_TYPES,
     LAYER_KINDS,
     LEADING_DENSE,
@@ -28,6 +27,7 @@ from ridgeplan.roofline.catalog.families import (
     SHARED_EXPERTS,
     SHARED_WIDTH,
     Family,
+    families,
 )
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, MAMBA2, MLP, Attention, LayerGroup, Routing, State
@@ -95,7 +95,7 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"it must hold an object, not {brief(config)}")
     keys, family = _family_keys(config)
-    if keys.model_type in FAMILIES:
+    if keys.model_type in families():
         shape = _read_shape(keys, family, name, source)
     else:
         try:
@@ -171,13 +171,13 @@ def _family_keys(config: Config) -> tuple[_Keys, Family]:
     model_type = config.get("model_type")
     if isinstance(inner, dict):
         inner_type = inner.get("model_type")
-        if not isinstance(inner_type, str) or inner_type not in FAMILIES:
+        if not isinstance(inner_type, str) or inner_type not in families():
             inner_type = INNER_TYPES.get(str(model_type), inner_type or model_type)
         shared = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
         config, model_type = {**shared, **inner, "model_type": inner_type}, inner_type
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"model_type is {brief(model_type)}; allowed: the name of a family, such as 'llama'")
-    family = FAMILIES.get(model_type, Family())
+    family = families().get(model_type, Family())
     return _Keys({**config, **_global_heads(config)}, family.defaults), family
 
 
@@ -510,7 +510,7 @@ def _flat_fields(config: _Keys, family: Family, layers: Sequence[_Layer]) -> Fie
         "vocab": _whole(config, "vocab_size"),
         "tied_embeddings": _flag(config, "tie_word_embeddings", False),
         "attention_bias": _flag(config, "attention_bias", False) if bias is None else bias,
-        "qk_norm": _flag(config, "use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
+        "qk_norm": _flag(config, family.qk_norm_key, family.qk_norm),
         "wide_qk_norm": family.wide_qk_norm,
         "sandwich_norms": family.sandwich_norms,
         "traits": family.traits,

@@ -1,21 +1,25 @@
-"""What families of models have beside the keys of their config.json: a row of data for each `model_type`.
+"""What families of models have beside the keys of their config.json: families.toml has a table for each `model_type`.
 
-A row says what config.json leaves to the family's class in transformers. Everything else is read by key
-(`config_json`), for families that have no row as well.
+A table says what config.json leaves to the family's class in transformers. Everything else is read by key
+(`config_json`), for families that have no table as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from ridgeplan.roofline.catalog.files import read_tables
 
 
 @dataclass(frozen=True)
 class Family:
     """defaults: of keys that config.json may leave out. attention_bias: whatever the file says. qk_norm: norms of each
-    head's queries and keys; None: by the key `use_qk_norm`. wide_qk_norm: of all heads together. sliding: which layers
-    have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
+    head's queries and keys. qk_norm_key: the key that says so instead. wide_qk_norm: of all heads together. sliding:
+    which layers have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
     (`max_window_layers` on), "none". output_gate: attention's output is gated. full_every: every n-th layer has full
     attention, the others a state. routing: fields of `layers.Routing` beside those that keys give. traits: of
     `model_shape.TRAITS`.
@@ -30,7 +34,8 @@ class Family:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: bool | None = None
-    qk_norm: bool | None = False
+    qk_norm: bool = False
+    qk_norm_key: str = ""
     wide_qk_norm: bool = False
     gated_mlp: bool = True
     sliding: str = "none"
@@ -69,91 +74,22 @@ NORM_NAMES = {
 }  # fmt: skip
 
 
-_DELTA = {
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32, "head_dim": 256,
-}  # fmt: skip
-_HYBRID = Family(
-    _DELTA, qk_norm=True, output_gate=True, full_every=4, norm_offset=1.0, traits=("partial rotary",), executed=True
-)
-_GEMMA3 = {  # of transformers' Gemma3TextConfig
-    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
-    "max_position_embeddings": 131072, "rope_theta": 1e6, "tie_word_embeddings": True, "sliding_window_pattern": 6,
-}  # fmt: skip
-_GEMMA4 = {  # of transformers' Gemma4TextConfig; scores are not scaled
-    "attention_multiplier": 1.0, "vocab_size": 262144, "head_dim": 256,
-    "global_head_dim": 512, "sliding_window": 512, "rope_theta": 1e6,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window_pattern": 6,
-}  # fmt: skip
-_GEMMA_TRAITS = ("scaled embeddings", "rope by layer type", "other norms", "other activation")
-_SIGMOID = {"sigmoid": True, "min_sum": 1e-20}
-_DEEPSEEK = Family(routing=_SIGMOID, traits=("scaled experts",))
-_INDEXED = Family({"index_topk": 2048}, routing=_SIGMOID, traits=("sparse indexer", "scaled experts"))
-_GEMMA: dict[str, Any] = {"norms": "sandwich", "norm_offset": 1.0, "scaled_embedding": True}
-_GRANITE = Family(traits=("scaled embeddings",))
-_SLIDING_BY_FOUR = {"sliding_window_pattern": 4}
+@cache
+def families() -> Mapping[str, Family]:
+    """Every table of families.toml, in the file's order."""
+    rows: dict[str, Family] = {}
+    for name, table in read_tables(Path(__file__).with_suffix(".toml")).items():
+        like = rows[table.pop("like")] if "like" in table else Family()
+        fields: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
+        rows[name] = replace(like, **fields)
+    return rows
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(executed=True),
-    "mistral": Family(attention_bias=False, sliding="all", executed=True),
-    "mixtral": Family(attention_bias=False, sliding="all", executed=True),
-    "ministral3": Family(attention_bias=False, sliding="all", executed=True),
-    "qwen2": Family({"max_window_layers": 28}, attention_bias=True, sliding="last", executed=True),
-    "qwen3": Family({"max_window_layers": 28}, qk_norm=True, sliding="last", executed=True),
-    "qwen3_moe": Family({"max_window_layers": 28}, qk_norm=True, sliding="last", executed=True),
-    "qwen3_next": _HYBRID,
-    "qwen3_5_text": _HYBRID,
-    "qwen3_5_moe_text": _HYBRID,
-    "gpt_oss": Family(
-        {"attention_bias": True}, sliding="even", traits=("attention sinks", "other activation"), executed=True
-    ),
-    "deepseek_v2": Family(routing={"normalized": False, "group_members": 1}, executed=True),
-    "deepseek_v3": Family(routing=_SIGMOID, executed=True),
-    "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": _INDEXED,
-    "glm4_moe_lite": replace(_DEEPSEEK, executed=True),
-    "kimi_k2": Family(routing=_SIGMOID, executed=True, hub_type="deepseek_v3"),
-    "kimi_linear": _DEEPSEEK,
-    "glm4_moe": Family(qk_norm=None, routing=_SIGMOID, traits=("partial rotary", "scaled experts"), executed=True),
-    "minimax_m2": Family(
-        attention_bias=False, qk_norm=True, wide_qk_norm=True, routing={"sigmoid": True}, executed=True,
-        traits=("partial rotary", "scaled experts"),
-    ),
-    "nemotron_h": Family(gated_mlp=False, traits=("other activation", "scaled experts")),
-    "phi3": Family(attention_bias=False, sliding="all", executed=True),
-    "gemma3_text": Family(_GEMMA3, qk_norm=True, sliding="pattern", traits=_GEMMA_TRAITS, executed=True, **_GEMMA),
-    "gemma4_text": Family(
-        _GEMMA4, qk_norm=True, sliding="pattern", traits=_GEMMA_TRAITS, executed=True, norms="sandwich",
-        scaled_embedding=True, value_norm=True,
-    ),
-    "cohere2": Family(
-        {"tie_word_embeddings": True, **_SLIDING_BY_FOUR}, sliding="pattern",
-        traits=("parallel blocks", "scaled embeddings", "rope by layer type", "other norms"),
-        executed=True, norms=PARALLEL, layer_norm=True, interleaved_rope=True, full_rope=False,
-    ),
-    "ernie4_5": Family(attention_bias=False, executed=True, interleaved_rope=True),
-    "ernie4_5_moe": Family(attention_bias=False, executed=True, interleaved_rope=True),
-    "internlm3": Family(executed=True),
-    "solar_open": replace(_DEEPSEEK, executed=True),
-    "gemma2": Family(
-        {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}, sliding="even", executed=True, **_GEMMA,
-        traits=("attention soft cap", "logit soft cap", "scaled embeddings", "other norms", "other activation"),
-    ),
-    "granite": replace(_GRANITE, executed=True),
-    "granitemoe": replace(_GRANITE, executed=True),
-    "granitemoehybrid": _GRANITE,
-    "olmo2": Family(qk_norm=True, wide_qk_norm=True, traits=("other norms",), executed=True, norms="after"),
-    "olmo3": Family(
-        _SLIDING_BY_FOUR, qk_norm=True, wide_qk_norm=True, sliding="pattern",
-        traits=("other norms", "rope by layer type"), executed=True, norms="after",
-    ),
-    "olmo_hybrid": Family(
-        {"linear_allow_neg_eigval": True}, qk_norm=True, wide_qk_norm=True, full_every=4, traits=("other norms",),
-        executed=True, norms="after", state_norms="before", state_eps=1e-5,
-    ),
-    "seed_oss": Family(attention_bias=True, executed=True),
-    "smollm3": Family(traits=("rope by layer type",), executed=True),
-}  # fmt: skip
+
+@cache
+def executable_architectures() -> tuple[str, ...]:
+    """The families that the runtime executes."""
+    return tuple(name for name, family in families().items() if family.executed)
+
 
 # `model_type` of a model that has others inside, such as one of images and text: that of its `text_config`.
 INNER_TYPES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog.config_json import shape_from_config
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, BadModelFile, ModelShape, WeightBits, mean_bits
 from ridgeplan.roofline.catalog.validation import brief
 
@@ -276,7 +276,7 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
     family, experts = _SUPPORTED[str(architecture)], value("expert_count", 0)
     if experts and architecture == family:
         raise ValueError(f"mixtures of experts of {brief(architecture)} are read from their config.json only")
-    if FAMILIES[family].traits or experts:  # its layers are not all alike, or have what the fields below cannot say
+    if families()[family].traits or experts:  # its layers are not all alike, or have what the fields below cannot say
         shape = shape_from_config(config_of_header(header), path.stem, str(path))
         bits = weight_bits_of(header)
         if keeps_experts(header):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog.config_json import fetched_config, shape_from_config, shape_from_config_file
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.files import (
     Catalog,
     NoHomeFolder,
@@ -104,4 +104,4 @@ def _catalog() -> Catalog[ModelShape]:
 
 def _from_fields(name: str, table: dict[str, Any]) -> ModelShape:
     """The shape of a table of `ModelShape`'s fields, with its family's traits."""
-    return ModelShape(name=name, traits=FAMILIES[table["architecture"]].traits, **table)
+    return ModelShape(name=name, traits=families()[table["architecture"]].traits, **table)

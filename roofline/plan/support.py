@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
+from ridgeplan.roofline.catalog.families import executable_architectures
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
 from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.engine import EAGLE3_MEASURED
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, padded_head_dim, uses_draft_swap
+from ridgeplan.roofline.execution import TILE_OUTPUTS, padded_head_dim, uses_draft_swap
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
@@ -268,10 +269,10 @@ MAX_CHOSEN_HEAD_DIM = 256  # of those that read chosen tokens
 def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) -> str | None:
     """Why the runtime cannot run this model, on `hardware` if it is given; None if it can."""
     needs = ", ".join(layer_needs(shape))
-    if shape.architecture in EXECUTABLE_ARCHITECTURES and needs:
+    if shape.architecture in executable_architectures() and needs:
         return f"the runtime does not execute layers with {needs} yet"
-    if shape.architecture not in EXECUTABLE_ARCHITECTURES:
-        known = ", ".join(EXECUTABLE_ARCHITECTURES)
+    if shape.architecture not in executable_architectures():
+        known = ", ".join(executable_architectures())
         needed = f", whose layers need {needs}" if needs else ""
         return f"the runtime does not execute architecture {shape.architecture!r}{needed}, yet (it does {known})"
     held = shape.weight_bits.format
@@ -323,7 +324,7 @@ def as_loaded(shape: ModelShape) -> ModelShape:
     if is_converted(shape):
         shape = replace(shape, weight_bits=shape.weight_bits.as_loaded)
     head_dim = padded_head_dim(shape.head_dim)
-    if shape.is_mla or head_dim == shape.head_dim or shape.architecture not in EXECUTABLE_ARCHITECTURES:
+    if shape.is_mla or head_dim == shape.head_dim or shape.architecture not in executable_architectures():
         return shape
     return replace(shape, head_dim=head_dim, groups=tuple(map(_with_padded_heads, shape.groups)))
 
@@ -339,7 +340,7 @@ def _with_padded_heads(group: LayerGroup) -> LayerGroup:
 
 def is_converted(shape: ModelShape) -> bool:
     """Whether loading changes the model's weights; those of architectures that the runtime does not load stay."""
-    return shape.architecture in EXECUTABLE_ARCHITECTURES and shape.weight_bits.converted
+    return shape.architecture in executable_architectures() and shape.weight_bits.converted
 
 
 def swaps_draft_weights(plan: Plan) -> bool:

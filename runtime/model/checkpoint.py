@@ -18,12 +18,11 @@ from torch import Tensor
 
 from ridgeplan.kernels.linear.weights import Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
-from ridgeplan.roofline.catalog.families import FAMILIES, INNER_TYPES, NORM_NAMES, PARALLEL
+from ridgeplan.roofline.catalog.families import INNER_TYPES, NORM_NAMES, PARALLEL, executable_architectures, families
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.layers import Attention, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
 from ridgeplan.roofline.catalog.validation import brief
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
 from ridgeplan.runtime.model.decoder import DecoderConfig
@@ -440,7 +439,7 @@ def load_config(source: str, *, of_family: bool = False) -> Any:
         if _is_converted(source) and not of_family:
             named: Any = type("Config", (transformers.PreTrainedConfig,), {"model_type": keys["model_type"]})
             return named.from_dict(keys)
-        hub_type = FAMILIES[keys["model_type"]].hub_type
+        hub_type = families()[keys["model_type"]].hub_type
         if hub_type:  # what `auto_map` names is code of the checkpoint's, which is not needed
             keys = {name: value for name, value in keys.items() if name != "auto_map"} | {"model_type": hub_type}
             return transformers.CONFIG_MAPPING[hub_type].from_dict(keys)
@@ -604,8 +603,8 @@ def _decoder_keys(config: bytes) -> dict[str, Any]:
     kind = keys.get("model_type") if isinstance(keys, dict) else None
     if isinstance(kind, str) and kind in INNER_TYPES:
         kind, keys = INNER_TYPES[kind], keys.get("text_config") or {}
-    if kind not in EXECUTABLE_ARCHITECTURES:
-        raise ValueError(f"model_type is {brief(kind)}; supported: {', '.join(EXECUTABLE_ARCHITECTURES)}")
+    if kind not in executable_architectures():
+        raise ValueError(f"model_type is {brief(kind)}; supported: {', '.join(executable_architectures())}")
     for name, limit in (("num_hidden_layers", MAX_LAYERS), ("num_labels", MAX_LABELS)):
         count = keys.get(name)
         if isinstance(count, (int, float)) and count > limit:

@@ -14,11 +14,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ridgeplan.kernels.experts import Activation
 from ridgeplan.kernels.state import MAX_TAPS
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
-from ridgeplan.roofline.catalog.families import FAMILIES, Family
+from ridgeplan.roofline.catalog.families import Family, executable_architectures, families
 from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded, missing_architecture
 from ridgeplan.runtime.errors import ModelError, failures_as
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
@@ -37,9 +36,9 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     that the decoder does not support.
     """
     hub = hub.get_text_config()
-    _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
+    _require(hub.model_type in executable_architectures(), "model_type", hub.model_type, executable_architectures())
     hub = _stretched(hub, yarn_factor)
-    family = FAMILIES[hub.model_type]
+    family = families()[hub.model_type]
     keys: dict[str, Any] = {**family.defaults, **hub.to_dict()}
     activation = str(keys.get("hidden_activation") or keys.get("hidden_act"))
     _require(activation in ACTIVATIONS, "hidden_act", activation, tuple(ACTIVATIONS))

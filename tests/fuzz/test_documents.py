@@ -15,7 +15,7 @@ from mutations import FUZZ, assert_one_line, binary_files, json_files, mutated, 
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.acceptance.rows import differences
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.hardware import BadHardwareFile, load_hardware
 from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
@@ -112,7 +112,7 @@ def test_hardware_files(tmp_path: Path, document: bytes) -> None:
 
 
 @FUZZ
-@given(family=st.sampled_from(sorted(FAMILIES)), document=json_files(CONFIG))
+@given(family=st.sampled_from(sorted(families())), document=json_files(CONFIG))
 def test_model_configs(tmp_path: Path, family: str, document: bytes) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(document.replace(b'"deepseek_v3"', f'"{family}"'.encode()))

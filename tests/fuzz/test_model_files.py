@@ -18,8 +18,7 @@ from tiny_families import FAMILY_SIZES
 
 from ridgeplan import runtime
 from ridgeplan.planner import Workload, preset
-from ridgeplan.roofline.catalog.families import FAMILIES
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.catalog.families import executable_architectures, families
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.gguf import converted
@@ -44,10 +43,10 @@ def configs(tiny_folder: Path) -> list[dict[str, Any]]:
     del tiny_config["model_type"]
     plain = [
         transformers.AutoConfig.for_model(
-            FAMILIES[family].hub_type or family, **(tiny_config | FAMILY_SIZES.get(family, {}))
+            families()[family].hub_type or family, **(tiny_config | FAMILY_SIZES.get(family, {}))
         ).to_dict()
         | {"model_type": family}
-        for family in EXECUTABLE_ARCHITECTURES
+        for family in executable_architectures()
     ]
     return [{**value, "rope_parameters": {"rope_theta": 1e4, **rope}} for value in plain for rope in ROPES]
 

@@ -6,17 +6,17 @@ import sympy
 
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog import gguf
-from ridgeplan.roofline.catalog.families import FAMILIES, INNER_TYPES
+from ridgeplan.roofline.catalog.families import INNER_TYPES, executable_architectures, families
 from ridgeplan.roofline.catalog.model_shape import TRAITS
 from ridgeplan.roofline.plan.plan import KVCache, PlanError, Weights
 
 
 def test_executable_families_can_be_read_from_configs_and_from_gguf_files():
-    assert set(execution.EXECUTABLE_ARCHITECTURES) < set(FAMILIES)
-    assert set(INNER_TYPES.values()) < set(FAMILIES)
-    assert {trait for family in FAMILIES.values() for trait in family.traits} <= set(TRAITS)
+    assert set(executable_architectures()) < set(families())
+    assert set(INNER_TYPES.values()) < set(families())
+    assert {trait for family in families().values() for trait in family.traits} <= set(TRAITS)
     # Mistral models are stored as "llama".
-    assert set(gguf._SUPPORTED.values()) < set(execution.EXECUTABLE_ARCHITECTURES)
+    assert set(gguf._SUPPORTED.values()) < set(executable_architectures())
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256, 512])

@@ -13,7 +13,7 @@ from tiny_families import FAMILY_SIZES
 
 from ridgeplan.planner.capacity import offloaded_layers, predicted_memory
 from ridgeplan.roofline import execution
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import (
@@ -96,7 +96,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
         name = f"{family}-{agreeable}-{sorted(changes.items())}"
         if name not in results:
             torch.manual_seed(0)
-            hub_type = FAMILIES[family].hub_type or family
+            hub_type = families()[family].hub_type or family
             sizes = TINY | FAMILY_SIZES.get(family, {}) | changes
             config = transformers.AutoConfig.for_model(hub_type, **sizes)
             model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.catalog.validation import InvalidField
@@ -202,7 +202,7 @@ def test_every_entry_is_sourced_and_found_by_all_its_names(shape: ModelShape) ->
     assert load_shape(shape.name) == shape == load_shape(shape.name.upper())
     assert load_shape(shape.name.partition("/")[2].lower()) == shape
     assert ModelShape(**asdict(shape)) == shape
-    assert shape.traits == FAMILIES[shape.architecture].traits
+    assert shape.traits == families()[shape.architecture].traits
 
 
 @pytest.mark.parametrize(

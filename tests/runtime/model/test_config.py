@@ -8,9 +8,8 @@ import pytest
 import torch
 import transformers
 
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import executable_architectures, families
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.checkpoint import load_config
@@ -19,11 +18,11 @@ from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.validate.random_model import llama_like_shape
 
 
-@pytest.mark.parametrize("family", EXECUTABLE_ARCHITECTURES)
+@pytest.mark.parametrize("family", executable_architectures())
 def test_the_shape_is_the_one_that_the_planner_reads(family, tiny_model):
     folder = tiny_model(family, num_hidden_layers=4, tie_word_embeddings=family == "qwen2").folder
     shape, expected = decoder_config(load_config(folder), folder).shape, as_loaded(load_shape(folder))
-    named = {"name": shape.name, "source": shape.source, "architecture": FAMILIES[family].hub_type or family}
+    named = {"name": shape.name, "source": shape.source, "architecture": families()[family].hub_type or family}
     assert shape == dataclasses.replace(expected, **named)
     kv_heads = 4 if shape.is_mla else 2
     assert (shape.layers, shape.q_heads, shape.kv_heads, shape.vocab) == (4, 4, kv_heads, 128)
@@ -126,7 +125,7 @@ def test_what_the_decoder_does_not_compute_is_refused():
         assert "\n" not in str(error.value)
 
     refused("hidden_act is 'gelu'; supported: silu", hidden_act="gelu")
-    executed = ", ".join(EXECUTABLE_ARCHITECTURES)
+    executed = ", ".join(executable_architectures())
     refused(f"model_type is 'gpt_neox'; supported: {executed}", family="gpt_neox", rotary_pct=1.0)
     refused("model_type is 'jamba'", family="jamba")
     hybrid = {"family": "qwen3_5_text", "num_hidden_layers": 4}
