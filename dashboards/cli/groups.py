@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 HERE = "ridgeplan.dashboards.cli"
-Sections = Mapping[str, Mapping[str, tuple[str, str]]]
+COMMANDS = Path(__file__).with_name("commands.toml")
 
 
 def command(name: str | None = None, *, cls: type[click.Command] = click.Command, **settings: Any) -> Any:
@@ -46,15 +49,18 @@ class OneLineGroup(click.Group):
 
 
 class LazyGroup(OneLineGroup):
-    """A group whose commands are listed by section and imported by name.
+    """A group whose commands, those of a table of commands.toml, are listed by section and imported by name."""
 
-    sections: by title, each command's "module:attribute" below `package` and its summary. A command without a summary
-    is not listed.
-    """
-
-    def __init__(self, *args: Any, package: str = "", sections: Sections | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, table: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.package, self.sections = package, sections or {}
+        self.table = table
+
+    @cached_property
+    def sections(self) -> Mapping[str, Mapping[str, tuple[str, str]]]:
+        """By title and name, each command's "module:attribute" in this folder and its summary; an alias has none."""
+        sections: Mapping[str, Mapping[str, tuple[str, str]]]
+        sections = tomllib.loads(COMMANDS.read_text(encoding="utf-8"))[self.table]
+        return sections
 
     def _entries(self) -> dict[str, tuple[str, str]]:
         return {name: entry for commands in self.sections.values() for name, entry in commands.items()}
@@ -68,7 +74,7 @@ class LazyGroup(OneLineGroup):
         if cmd_name not in self._entries():
             return None
         module, _, attribute = self._entries()[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
+        command: click.Command = getattr(import_module(f"{HERE}.{module}"), attribute)
         return command
 
     def resolve_command(
@@ -94,25 +100,7 @@ class LazyGroup(OneLineGroup):
                 formatter.write_dl([(name, text) for name, (_, text) in commands.items() if text], col_max=12)
 
 
-BENCHMARKS = {
-    "Benchmarks": {
-        "kernels": ("bench:kernels", "Time this machine's kernels beside their peers."),
-        "decode": ("bench_decode:decode", "Time decoding at a large model's size, beside plain decoding."),
-        "suite": ("bench_decode:suite", "Time decoding over workloads, presets and gammas."),
-        "planner": ("bench:planner", "Time the planner's answers."),
-    }
-}
-STUDIES = {
-    "Studies": {
-        "drafts": ("study:drafts", "Measure acceptance of sparse drafts by policy and ratio."),
-        "retrieval": ("study:retrieval", "Measure how much of the attention each selection finds."),
-        "dapq": ("study:dapq", "Test whether queries follow positions more than content."),
-        "quantspec": ("study:quantspec", "Measure perplexity by axes of KV quantization."),
-    }
-}
-
-
-@command(cls=LazyGroup, package=HERE, sections=BENCHMARKS)
+@command(cls=LazyGroup, table="bench")
 def bench() -> None:
     """Time this machine's kernels, decoding and planner.
 
@@ -123,7 +111,7 @@ def bench() -> None:
     """
 
 
-@command(cls=LazyGroup, package=HERE, sections=STUDIES)
+@command(cls=LazyGroup, table="study")
 def study() -> None:
     """Test the papers' claims on your model and text.
 
