@@ -129,6 +129,11 @@ def parameters_text(number: int) -> str:
     return f"{three_digits(number / 1e9)}B"
 
 
+def probability_text(share: float) -> str:
+    """A sampled probability in percent, which is never certain."""
+    return "over 99%" if share > 0.99 else f"{100 * share:.0f}%"
+
+
 def three_digits(number: float) -> str:
     """Never in scientific notation."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"

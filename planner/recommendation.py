@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeplan.planner.parallelism import DegreeChoice, degree_lines
 from ridgeplan.planner.prediction import Prediction
-from ridgeplan.planner.quantities import size_text, time_text
+from ridgeplan.planner.quantities import probability_text, size_text, time_text
 from ridgeplan.planner.queries.drafter_range import DrafterRange
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.render.text import bottleneck, on_host_text
@@ -173,7 +173,7 @@ class Recommendation(Table):
 
     def _headline(self, name: str, predicted: Prediction) -> str:
         sure = predicted.beats_plain
-        chance = f", faster with {_percent(sure)} probability" if sure else ""
+        chance = f", faster with {probability_text(sure)} probability" if sure else ""
         return (
             f"{name}: {time_text(predicted.best.tpot_ms)} per token "
             f"({time_text(predicted.low.tpot_ms)} to {time_text(predicted.high.tpot_ms)}), "
@@ -231,8 +231,3 @@ class Recommendation(Table):
             reason = other.rejected.removeprefix("slower: ").removeprefix("larger: ")
             lines.append(f"  rejected: {other.preset}, {reason}")
         return lines
-
-
-def _percent(share: float) -> str:
-    """A sampled probability, which is never certain."""
-    return "over 99%" if share > 0.99 else f"{100 * share:.0f}%"

@@ -20,7 +20,7 @@ from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.parallelism import degree_lines
 from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quality import FIDELITY, RULER
-from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
+from ridgeplan.planner.quantities import GB, probability_text, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text
@@ -160,8 +160,8 @@ def _caveat(recommendation: Recommendation) -> str:
     chance = recommendation.predicted.beats_plain
     if not chance or not recommendation.plan.speculation.active:
         return f"Plain decoding takes {time_text(recommendation.baseline.best.tpot_ms)} per token"
-    percent = "over 99%" if chance > 0.99 else f"{100 * chance:.0f}%"
-    return f"Faster than plain decoding with {percent} probability [{recommendation.predicted.source}]"
+    sure = probability_text(chance)
+    return f"Faster than plain decoding with {sure} probability [{recommendation.predicted.source}]"
 
 
 def _rows(recommendation: Recommendation) -> list[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from ridgeplan.dashboards.page.inputs import PageQuestion, change, escaped
 from ridgeplan.planner import NothingFits, Prediction, Recommendation
 from ridgeplan.planner.engines.formats import engine_named
 from ridgeplan.planner.plan_file import plan_json
-from ridgeplan.planner.quantities import size_text, three_digits, time_text, tokens_text
+from ridgeplan.planner.quantities import probability_text, size_text, three_digits, time_text, tokens_text
 from ridgeplan.planner.queries.curves import contexts_of, memory_over_contexts, offload_staircase
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommendation import Fix
@@ -86,7 +86,6 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
 
 
 SOURCES_HELP = f"Where figures come from: {'; '.join(map(', '.join, SOURCE_WORDS.items()))}."
-SURE = 0.99  # sampled probabilities above this are shown as "over 99%"
 MEMORY_POINTS = 64
 NEXT_PLANS = 8  # in the table of why
 PRICE_SHOWN = "price_shown"  # in the session: the price in the tile
@@ -151,7 +150,7 @@ def plan_sentence(recommendation: Recommendation) -> str:
         return f"{kind}: {plain_words(recommendation.plan)} ({name})."
     if not predicted.beats_plain:
         return f"{kind}: plain decoding ({name}). No plan that runs is reliably faster."
-    chance = f"Faster than plain decoding with {probability(predicted.beats_plain)} probability."
+    chance = f"Faster than plain decoding with {probability_text(predicted.beats_plain)} probability."
     return f"{kind}: {plain_words(recommendation.plan)} ({name}). {chance}"
 
 
@@ -164,11 +163,6 @@ def subject(recommendation: Recommendation) -> str:
         f"batch {workload.batch}{limit}. Figures are {predicted.source}, {time_text(predicted.low.tpot_ms)} to "
         f"{time_text(predicted.high.tpot_ms)}."
     )
-
-
-def probability(share: float) -> str:
-    """A sampled probability, which is never certain."""
-    return "over 99%" if share > SURE else f"{100 * share:.0f}%"
 
 
 def best_of_all(recommendation: Recommendation) -> str:
