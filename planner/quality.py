@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,12 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.acceptance.rows import DTYPES, variant_name
+from ridgeplan.planner.acceptance.rows import DTYPES, saved_or_empty, variant_name
 from ridgeplan.planner.engines.formats import ENGINES, FIDELITY_SOURCE, ServingEngine
 from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import (
-    NoHomeFolder,
-    existing_path,
     fields_of_schema,
     json_or,
     naming_file,
@@ -150,14 +147,7 @@ def load_rows(path: str | Path) -> tuple[QualityRow, ...]:
 
 def saved_rows() -> tuple[QualityRow, ...]:
     """The rows that `ridgeplan quality` saved for this user, if any; a warning names a damaged file."""
-    try:
-        path = existing_path(str(user_quality_path()))
-        return load_rows(path) if path else ()
-    except NoHomeFolder:
-        return ()
-    except PlanError as error:
-        warnings.warn(f"no measured quality is shown: {error}", stacklevel=2)
-        return ()
+    return saved_or_empty(user_quality_path, load_rows, "no measured quality is shown")
 
 
 def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
 from ridgeplan.planner.acceptance.drafter_rows import load_drafter_rows
-from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged
-from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path
+from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged, saved_or_empty
+from ridgeplan.roofline.catalog.files import existing_path
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
@@ -24,7 +23,7 @@ from ridgeplan.roofline.catalog.profile import (
     user_acceptance_path,
     user_profile_path,
 )
-from ridgeplan.roofline.plan.plan import MAX_TOKENS, MAX_YARN_FACTOR, PlanError, Workload, require
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, MAX_YARN_FACTOR, Workload, require
 
 Row = TypeVar("Row")
 
@@ -71,14 +70,7 @@ def with_drafter_rows(workload: Workload, path: str | Path | None = None) -> Wor
 
 def _saved_rows(load: Callable[[Path], tuple[Row, ...]]) -> tuple[Row, ...]:
     """The rows that `ridgeplan acceptance` saved, if there are any."""
-    try:
-        path = existing_path(str(user_acceptance_path()))
-        return load(path) if path else ()
-    except NoHomeFolder:
-        return ()
-    except PlanError as error:
-        warnings.warn(f"acceptance is predicted without what was measured here: {error}", stacklevel=3)
-        return ()
+    return saved_or_empty(user_acceptance_path, load, "acceptance is predicted without what was measured here")
 
 
 class NotCalibrated(ProfileError):

@@ -8,13 +8,22 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ridgeplan.roofline.catalog.files import fields_of_schema, json_or, naming_file, parse_json, read_document
+from ridgeplan.roofline.catalog.files import (
+    NoHomeFolder,
+    existing_path,
+    fields_of_schema,
+    json_or,
+    naming_file,
+    parse_json,
+    read_document,
+)
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, name_text, number, one_of, text, whole
 from ridgeplan.roofline.execution import MAX_GAMMA
@@ -135,6 +144,7 @@ class _Replacing(Protocol):
 
 
 Row = TypeVar("Row", bound=_Replacing)
+Saved = TypeVar("Saved")
 
 
 def merged(rows: Iterable[Row], more: Iterable[Row]) -> tuple[Row, ...]:
@@ -161,6 +171,20 @@ def load_rows(path: str | Path) -> tuple[AcceptanceRow, ...]:
     """The rows of a file of `ridgeplan acceptance`. Raises PlanError naming the file."""
     with naming_file("acceptance rows", Path(path), PlanError):
         return read_rows(read_document(Path(path)))
+
+
+def saved_or_empty(
+    path: Callable[[], Path], load: Callable[[Path], tuple[Saved, ...]], without: str
+) -> tuple[Saved, ...]:
+    """The rows of the user's own file, if it is there. without: a warning's words where it is damaged."""
+    try:
+        saved = existing_path(str(path()))
+        return load(saved) if saved else ()
+    except NoHomeFolder:
+        return ()
+    except PlanError as error:
+        warnings.warn(f"{without}: {error}", stacklevel=3)
+        return ()
 
 
 def commands_of(path: str | Path) -> tuple[str, ...]:
