@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _on_all_gpus(
     if len(batches) != 1 or len(contexts) != 1 or options.profile:
         raise click.UsageError("without a GPU, fit needs one --ctx and at most one --batch, and no --profile")
     gpus = fit_gpus(model, contexts[0], batches[0], preset=preset, options=options)
-    print_answer([gpu.to_dict() for gpu in gpus], as_json, lambda: _print_gpus(model, batches[0], contexts[0], gpus))
+    print_answer(list(map(asdict, gpus)), as_json, lambda: _print_gpus(model, batches[0], contexts[0], gpus))
     if not any(gpu.fits for gpu in gpus):
         largest = gpus[-1].gpu
         fixes = remedies(model, largest, contexts[0], batches[0], preset=preset, options=options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -109,8 +109,8 @@ def _sizes(
     longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     question.resized(max(sizes), max(batches, default=1))  # refuses sizes out of range before any is searched for
-    reached = [_largest(_largest_context, question, (longest, batch), preset) for batch in batches]
-    possible = [_largest(_largest_batch, question, (context, 1), preset) for context in sizes]
+    reached = [_largest("context", question, (longest, batch), preset) for batch in batches]
+    possible = [_largest("batch", question, (context, 1), preset) for context in sizes]
     stretched = f"contexts are stretched by YaRN, without which they end at {question.shape.max_context}"
     return FitResult(
         model=question.shape.name,
@@ -149,10 +149,6 @@ class GpuFit:
     fits: bool
     context: FitRow
     batch: FitRow
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def fit_gpus(
@@ -201,44 +197,35 @@ def _gpu_fit(
     return GpuFit(gpu.name, options.gpus or 1, gpu.memory_bytes, largest.batch >= batch, longest, largest)
 
 
-def _largest(
-    size: Callable[[Question, str | None], FitRow], question: Question, at: tuple[int, int], preset: str | None
-) -> FitRow:
-    """The row of the degrees of parallelism that reach most at a context and batch; of equals, that of least memory."""
-    rows = [size(sharded.resized(*at).as_executed, preset) for sharded in divided(question)[0].values()]
+def _largest(size: str, question: Question, at: tuple[int, int], preset: str | None) -> FitRow:
+    """The row of the degrees of parallelism that reach most at a context and batch; of equals, that of least memory.
+
+    size: which of the two grows, "context" or "batch".
+    """
+    sharded = (each.resized(*at).as_executed for each in divided(question)[0].values())
+    rows = [_largest_size(size, each, preset) for each in sharded]
     return min(rows, key=lambda row: (-row.context, -row.batch, row.peak_bytes))
 
 
-def _largest_context(question: Question, preset: str | None) -> FitRow:
-    """The largest context for the question's batch.
+def _largest_size(size: str, question: Question, preset: str | None) -> FitRow:
+    """The largest context for the question's batch, or batch for its context.
 
-    The question has the longest context, because a policy's budget is at most the context of its workload.
+    To find a context, the question has the longest one, because a policy's budget is at most its workload's context.
     """
-    plans, batch = _plans(question, preset), question.workload.batch
-    limits = context_limits(plans, question)
+    plans, workload = _plans(question, preset), question.workload
     capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
-    sizes = capacity.largest_contexts(limits)
-    peaks = capacity.peaks(context=np.maximum(sizes, 1))
+    if size == "context":
+        limits, limit = context_limits(plans, question), "model"
+        sizes = capacity.largest_contexts(limits)
+    else:
+        limits, limit = np.full(len(plans), MAX_BATCH), "plan"
+        sizes = capacity.largest_batches()
+    peaks = capacity.peaks(**{size: np.maximum(sizes, 1)})
     best = int(np.argmax(sizes) if sizes.any() else np.argmin(peaks))
-    peak = float(peaks[best])
-    limited_by = "model" if sizes[best] == limits[best] else "memory"
-    return _row(int(sizes[best]), batch, plans[best] if sizes[best] else None, peak, limited_by)
-
-
-def _largest_batch(question: Question, preset: str | None) -> FitRow:
-    """The largest batch for the question's context."""
-    plans, context = _plans(question, preset), question.workload.context
-    capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
-    sizes = capacity.largest_batches()
-    peaks = capacity.peaks(batch=np.maximum(sizes, 1))
-    best = int(np.argmax(sizes) if sizes.any() else np.argmin(peaks))
-    peak = float(peaks[best])
-    limited_by = "plan" if sizes[best] == MAX_BATCH else "memory"
-    return _row(context, int(sizes[best]), plans[best] if sizes[best] else None, peak, limited_by)
-
-
-def _row(context: int, batch: int, plan: Plan | None, peak_bytes: float, limited_by: str) -> FitRow:
-    return FitRow(context, batch, divided_name(preset_name(plan), plan) if plan else "", peak_bytes, limited_by)
+    reached = {"context": workload.context, "batch": workload.batch, size: int(sizes[best])}
+    name = divided_name(preset_name(plans[best]), plans[best]) if sizes[best] else ""
+    limited_by = limit if sizes[best] == limits[best] else "memory"
+    return FitRow(**reached, plan=name, peak_bytes=float(peaks[best]), limited_by=limited_by)
 
 
 def _plans(question: Question, preset: str | None) -> list[Plan]:
