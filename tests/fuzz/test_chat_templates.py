@@ -1,6 +1,7 @@
 """Hostile chat templates frame messages as transformers does, or are refused with one line within their limits."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from mutations import FUZZ, assert_one_line
 
 from ridgeplan.runtime import chat_template
-from ridgeplan.runtime.chat_template import MAX_CHARACTERS, ChatTemplateError
+from ridgeplan.runtime.chat_template import MAX_CHARACTERS, ChatTemplateError, TemplateProcess
 from ridgeplan.validate.quality.chat_template import chat_frame
 
 FRAGMENTS = (
@@ -22,14 +23,15 @@ FRAGMENTS = (
     "{% generation %}", "{% endgeneration %}", "{{ (1, 2) | join('\n') }}", "{{ 10 ** 10 ** 10 }}", "\x00", "名",
 )  # fmt: skip
 TEMPLATES = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), min_size=1, max_size=6).map("".join)
-PARTS = FUZZ.max_examples // 100  # each starts a process, which takes seconds
+PARTS = FUZZ.max_examples // 100  # those that are ended start another process
 
 
 @pytest.fixture(autouse=True, scope="module")
-def little_time() -> Iterator[None]:
-    """Ends templates that never end after one second instead of five."""
-    with pytest.MonkeyPatch.context() as patch:
+def little_time_in_one_process() -> Iterator[None]:
+    """Ends templates that never end after one second instead of five, and starts a process anew after these only."""
+    with pytest.MonkeyPatch.context() as patch, closing(TemplateProcess()) as process:
         patch.setattr(chat_template, "CPU_S", 1)
+        patch.setattr("ridgeplan.validate.quality.chat_template.rendered", process.rendered)
         yield
 
 

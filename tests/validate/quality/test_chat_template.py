@@ -1,6 +1,8 @@
 """Chat templates: the frame that they put around messages, and what is refused with one line and within limits."""
 
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import tokenizers
 import transformers
 
 from ridgeplan.runtime import chat_template
-from ridgeplan.runtime.chat_template import ChatTemplateError
+from ridgeplan.runtime.chat_template import ChatTemplateError, TemplateProcess
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.validate.quality.chat_template import chat_frame
@@ -29,6 +31,18 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_S", 1)
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    with closing(TemplateProcess()) as shared:
+        yield shared
+
+
+@pytest.fixture
+def one_process(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renders in a process that other tests use, too: each one imports transformers, which takes most of a second."""
+    monkeypatch.setattr("ridgeplan.validate.quality.chat_template.rendered", process.rendered)
+
+
 def tokenizer_with(template: Any) -> Any:
     """A tokenizer of transformers without any vocabulary of its own."""
     vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
@@ -37,6 +51,7 @@ def tokenizer_with(template: Any) -> Any:
     return tokenizer
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_frame_is_what_the_tokenizer_itself_renders() -> None:
     for template in (CHATML, "{{ bos_token }}[INST] {{ messages[0]['content'] }} [/INST]"):
         tokenizer = tokenizer_with(template)
@@ -59,6 +74,7 @@ def test_the_embedded_models_frame_is_its_own() -> None:
     )
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -97,6 +113,7 @@ def test_a_template_that_fills_the_memory_step_by_step_is_refused(monkeypatch: p
 LONG = "{% if messages[0].content | length > 200 %}X{% endif %}{{ messages[0].content }}"  # longer than both probes
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
@@ -117,6 +134,7 @@ def test_a_template_that_looks_at_the_message_is_bounded_as_well(then: str, reas
     assert time.perf_counter() - started < chat_template.WALL_S + 10
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_template_that_prints_the_time_can_be_used_at_another_time() -> None:
     frame = chat_frame(tokenizer_with("{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}"))
     assert frame is not None
