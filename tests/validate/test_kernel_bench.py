@@ -37,13 +37,18 @@ from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
 from ridgeplan.validate.kernel_calls import sparse as kernel_sparse
 from ridgeplan.validate.kernel_calls import state as kernel_state
 from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
-from ridgeplan.validate.kernel_calls.sizes import KERNELS, LayerSize, SparseSize, bench_sizes
+from ridgeplan.validate.kernel_calls.sizes import KERNELS, LayerSize, LinearSize, SparseSize, bench_sizes
 from ridgeplan.validate.kernel_calls.sparse import SparseDraft
 from ridgeplan.validate.machine import software
 from ridgeplan.validate.timing import Bench, KernelCall
 
-TINY = bench_sizes("tiny")
+# Without the weights that only choose another variant of a GPU's kernel: a CPU multiplies all in one way.
+TINY = {
+    name: tuple(size for size in sizes if not isinstance(size, LinearSize) or size.outputs * size.inputs < 1 << 21)
+    for name, sizes in bench_sizes("tiny").items()
+}
 PEAKS = MachinePeaks(bytes_per_s=1e12, flops=1e15)
+UNCHECKED = ("SDPA cuDNN", kernel_experts.TRITON)  # which does not run here; which is the same call
 pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
 
 
@@ -80,7 +85,8 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
         assert call.cost.bytes > 0 or call.name.endswith("not taken")
         assert call.error() < 1e-5, call.name
         call.run(call.variants - 1)
-        assert usable(call.peers) or not call.peers
+        peers = {name: peer for name, peer in call.peers.items() if name not in UNCHECKED}
+        assert list(usable(peers)) == list(peers)
 
 
 LINEAR = {f"{kind}_{weights}" for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")}
@@ -103,9 +109,6 @@ ROTATED = (
         "take_slots",
     }
 )
-
-
-UNCHECKED = ("SDPA cuDNN", kernel_experts.TRITON)  # which does not run here; which is the same call
 
 
 @pytest.mark.parametrize("name", KERNELS)
