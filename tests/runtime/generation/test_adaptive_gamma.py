@@ -12,8 +12,7 @@ from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.policies.ranked import RankedSelector
 from ridgeplan.runtime.sampling import SamplingParams
 
-NEW = 100  # with groups of 32: three flushes
-LENGTHS = [100, 37, 65]
+LENGTHS, NEW = [120, 57, 85], 78  # with groups of 32: three flushes of every row
 PATTERNS = {
     "up and down": [0, 1, 4, 6, 4, 2],
     "plain between": [6, 0, 0, 6, 0],
@@ -116,9 +115,9 @@ def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     plan = make_plan(kv, 6, batch=3, codes=codes, adaptive=True, selection=name, **options)
     engine = runtime.load(plan, tiny_model(agreeable=True).folder, profile=profile)
     forced(engine, PATTERNS["up and down"])
-    generation = engine.generate(prompts(*LENGTHS), 60)
-    assert generation.tokens == [tokens[:60] for tokens in plain[kv]]
-    assert generation.statistics.flushes >= 4
+    generation = engine.generate(prompts(*LENGTHS), 45)
+    assert generation.tokens == [tokens[:45] for tokens in plain[kv]]
+    assert generation.statistics.flushes >= 6
     assert {gamma for gamma, count in enumerate(generation.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
     assert generation.statistics.accepted < generation.statistics.num_draft_tokens_verified
 

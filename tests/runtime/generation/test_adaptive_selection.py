@@ -12,7 +12,7 @@ from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import HostPart
 from ridgeplan.runtime.offload.layer_mover import LayerMover
 
-LAYERS, CONTEXT, NEW, BUDGET, GROUP = 4, 64, 180, 64, 32
+LAYERS, CONTEXT, NEW, BUDGET, GROUP = 4, 64, 150, 64, 32
 PROMPTS = 60, 37
 CASES = {
     "retrieval-head": {},

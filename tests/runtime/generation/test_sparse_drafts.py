@@ -8,8 +8,7 @@ from grids import pairs
 
 from ridgeplan import runtime
 
-NEW = 65  # with groups of 32: two flushes
-LENGTHS = [100, 37, 65]
+LENGTHS, NEW = [120, 57, 85], 45  # with groups of 32: two flushes of every row
 SMALL = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
 SELECTIONS = {
     "streamingllm": {},
@@ -72,8 +71,8 @@ def test_drafts_that_may_read_everything_do(selection, kv, codes, once, tiny_mod
     """With a ratio of 1 every draft reads what one that selects nothing reads, across flushes."""
     folder, ids = tiny_model().folder, prompts(*LENGTHS)
     options = SELECTIONS[selection] | {"ratio": 1.0}
-    every = once(make_plan(kv, 2, batch=3, codes=codes), folder, frozen(ids), 40)
-    chosen = generate(make_plan(kv, 2, batch=3, codes=codes, selection=selection, **options), folder, ids, 40)
+    every = once(make_plan(kv, 2, batch=3, codes=codes), folder, frozen(ids), 24)
+    chosen = generate(make_plan(kv, 2, batch=3, codes=codes, selection=selection, **options), folder, ids, 24)
     assert chosen.tokens == every.tokens
     counted = "num_draft_tokens_verified", "accepted", "rounds", "flushes"
     assert [getattr(chosen.statistics, name) for name in counted] == [
