@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -32,6 +32,10 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 SMALL = "Qwen/Qwen2.5-0.5B"
 
 
+recommended = cache(planner.recommend)  # of questions that several tests ask
+
+
+@cache
 def refusal(gpu, context, **changes):
     with pytest.raises(planner.NothingFits) as caught:
         planner.recommend(LLAMA, gpu, context, offload=False, **changes)
@@ -72,8 +76,9 @@ def test_what_it_offers_is_the_most_that_fits_the_device(offload):
     recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=8, yarn=True, offload=offload)
     fixes = on_device(ask(SMALL, "rtx4060-laptop", 400_000, batch=8, yarn=True, offload=offload))
     (context,) = (fix.changes["context"] for fix in fixes if list(fix.changes) == ["context"])
-    assert recommend(context).predicted.best.peak_memory_bytes <= recommend(context).memory_limit_bytes
-    assert recommend(context).fits_device
+    answer = recommend(context)
+    assert answer.predicted.best.peak_memory_bytes <= answer.memory_limit_bytes
+    assert answer.fits_device
     with pytest.raises(planner.NothingFits):
         recommend(context + 1, offload=False)
     (row,) = planner.fit(SMALL, "rtx4060-laptop", batches=(8,), yarn=True).contexts
@@ -99,7 +104,7 @@ CROWDED = [  # model, GPU, context and options of questions that no plan answers
 @pytest.mark.parametrize(("model", "gpu", "context", "options"), CROWDED)
 def test_every_remedy_fits_the_device_and_is_usable(model, gpu, context, options):
     try:
-        fixes = planner.recommend(model, gpu, context, **options).on_device
+        fixes = recommended(model, gpu, context, **options).on_device
     except planner.NothingFits as error:
         fixes = error.fixes
     assert fixes
@@ -119,9 +124,8 @@ def test_no_gpu_is_offered_on_which_the_kernels_have_not_run():
 
 
 def test_small_changes_are_offered_first_and_gpus_of_the_same_size_never():
-    changes = {(model, gpu): [list(fix.changes) for fix in planner.recommend(model, gpu, context).on_device]
-               for model, gpu, context in [("meta-llama/Llama-3.1-70B", "h100-sxm", 32768)]}  # fmt: skip
-    assert changes["meta-llama/Llama-3.1-70B", "h100-sxm"][0] == ["quality"]
+    fixes = recommended("meta-llama/Llama-3.1-70B", "h100-sxm", 32768).on_device
+    assert list(fixes[0].changes) == ["quality"]
     question = ask(LLAMA, "rtx4090", 130_000, batch=4)
     (gpu,) = (fix.changes["gpu"] for fix in on_device(question) if "gpu" in fix.changes)
     assert load_hardware(gpu).memory_bytes >= 1.15 * load_hardware("rtx4090").memory_bytes
@@ -166,7 +170,7 @@ def test_without_a_memory_limit_as_much_may_be_used_as_the_utilization_says():
 
 def test_plans_on_the_host_below_0_7x_plain_lose_to_those_on_the_device():
     for model, gpu, context, options in (CROWDED[0], *CROWDED[3:5]):
-        answer = planner.recommend(model, gpu, context, **options)
+        answer = recommended(model, gpu, context, **options)
         assert answer.predicted.offloaded_layers and answer.predicted.speedup < 0.7
         assert not answer.fits_device
         assert answer.verdict == "fits only with offloading"
