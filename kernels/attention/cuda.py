@@ -312,8 +312,9 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
         summed = 0 if scores is None else SUMMED[scores.what]
     paged = inputs.pages is not None
     sinks, bf16 = inputs.sinks is not None, q.dtype == torch.bfloat16
-    # Beside scores, wgmma was not measured.
-    warpgroup = inputs.bits > 0 and scores is None and padded_rows in WGMMA_CTAS_PER_SM and has_wgmma(q.device)
+    # With scores, pages or sinks, wgmma has not run yet.
+    usual = inputs.bits > 0 and scores is None and not paged and not sinks
+    warpgroup = usual and padded_rows in WGMMA_CTAS_PER_SM and has_wgmma(q.device)
     variant = AttentionVariant(q.shape[3], inputs.bits, bf16, padded_rows, summed, paged, sinks, warpgroup)
     return _compiled(variant, q.device)
 

@@ -112,15 +112,15 @@ def test_more_splits_are_merged_by_more_groups_of_threads() -> None:
 
 
 def test_warps_multiply_codes_of_many_rows_together_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the 24 rows of 5 or 6 queries of 4 heads on; never where scores are summed, nor in full precision."""
+    """From the 24 rows of 5 or 6 queries of 4 heads on; never beside scores or sinks, nor in full precision."""
     kernel = AttentionKernel(None, {}, hopper(VARIANTS[0]), torch.zeros(1))
     monkeypatch.setattr(cuda, "is_on_hopper", lambda tensor: True)
     monkeypatch.setattr(cuda, "_compiled", lambda variant, device: replace(kernel, occupancy=hopper(variant)))
 
     monkeypatch.setattr(cuda, "has_wgmma", lambda device: True)
 
-    def together(queries: int, bits: int, scores: ScoreRequest | None = None) -> bool:
-        inputs = build(Case(8, 2, 128, queries, ((1, 0, 3),), bits), "cpu").inputs
+    def together(queries: int, bits: int, scores: ScoreRequest | None = None, sinks: Tensor | None = None) -> bool:
+        inputs = replace(build(Case(8, 2, 128, queries, ((1, 0, 3),), bits), "cpu").inputs, sinks=sinks)
         chosen = find_attention_kernel(inputs, scores)
         assert chosen is not None
         return chosen.occupancy.variant.warpgroup
@@ -129,6 +129,7 @@ def test_warps_multiply_codes_of_many_rows_together_on_hopper(monkeypatch: pytes
     assert together(6, 4)
     assert not together(6, 0)
     assert not together(6, 8, ScoreRequest(torch.zeros(1, 2, 200), "ends", "logits"))
+    assert not together(6, 8, sinks=torch.zeros(8))
     monkeypatch.setattr(cuda, "has_wgmma", lambda device: False)
     assert not together(8, 8)
 
