@@ -254,11 +254,7 @@ class Prediction:
 
 
 def predict(
-    plan: Plan,
-    shape: ModelShape,
-    profile: Profile,
-    overlap: float | None = None,
-    function: ModelShape | None = None,
+    plan: Plan, shape: ModelShape, profile: Profile, overlap: float | None = None, function: ModelShape | None = None
 ) -> Prediction:
     """Latency, throughput and memory of one plan. overlap, function: see `predict_all`."""
     return predict_all([plan], shape, profile, overlap=overlap, function=function)[0]
@@ -313,20 +309,11 @@ def predict_all(
     slow, fast = (at_acceptance(best, ends[end]) for end in ("low", "high"))
     parts = _parts(shape, machine, strategy, rates, len(plans))
     certainties = [
-        _certainty(index, plan, shape, known[index], best, parts, profile, engine, machine.unmeasured_s)
+        _certainty(index, plan, shape, known[index], best, parts, profile, engine, machine.drafted_round_s)
         for index, plan in enumerate(plans)
     ]
     return [
-        _prediction(
-            index,
-            plan,
-            rounds[index],
-            shape,
-            known[index],
-            (slow, best, fast),
-            parts,
-            certainties[index],
-        )
+        _prediction(index, plan, rounds[index], shape, known[index], (slow, best, fast), parts, certainties[index])
         for index, plan in enumerate(plans)
     ]
 
@@ -354,16 +341,9 @@ class Certainty:
 
 
 def _certainty(
-    index: int,
-    plan: Plan,
-    shape: ModelShape,
-    acceptance: Acceptance,
-    best: Estimate,
-    parts: tuple[PartTimes, ...],
-    profile: Profile,
-    engine: EngineProfile | None,
-    unmeasured_s: Term,
-) -> Certainty:
+    index: int, plan: Plan, shape: ModelShape, acceptance: Acceptance, best: Estimate, parts: tuple[PartTimes, ...],
+    profile: Profile, engine: EngineProfile | None, drafted_round_s: Term,
+) -> Certainty:  # fmt: skip
     prefill, draft, target = parts
     prefill_spread = float(prefill.spread[index])
     if engine is not None:
@@ -374,10 +354,11 @@ def _certainty(
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
     if not shape.weight_bits.full and shape.weight_bits.format != KEPT_FORMAT:
         spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
-    if plan.speculation.active and np.any(unmeasured_s):
-        share = float(_at(unmeasured_s / best.round.total_s, index))
-        return Certainty("prior", spread + share, transferred_spread(prefill_spread))
-    return Certainty(_source(plan, shape, profile, acceptance), spread, prefill_spread)
+    source = _source(plan, shape, profile, acceptance)
+    if plan.speculation.active and np.any(drafted_round_s):  # fitted to few rounds, which leave half of it open
+        spread += float(_at(drafted_round_s / best.round.total_s, index)) / 2
+        source = max(source, "extrapolated", key=SOURCES.index)
+    return Certainty(source, spread, prefill_spread)
 
 
 def _parts(
@@ -424,15 +405,9 @@ def _part(
 
 
 def _prediction(
-    index: int,
-    plan: Plan,
-    drafting: Drafting,
-    shape: ModelShape,
-    acceptance: Acceptance,
-    estimates: tuple[Estimate, Estimate, Estimate],
-    parts: tuple[PartTimes, ...],
-    certainty: Certainty,
-) -> Prediction:
+    index: int, plan: Plan, drafting: Drafting, shape: ModelShape, acceptance: Acceptance,
+    estimates: tuple[Estimate, Estimate, Estimate], parts: tuple[PartTimes, ...], certainty: Certainty,
+) -> Prediction:  # fmt: skip
     slow, best, fast = estimates
     spread, prefill_spread, memory = certainty.spread, certainty.prefill_spread, best.memory
 

@@ -15,7 +15,7 @@ import numpy as np
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, check_memory_options, usable_bytes, usable_host_bytes
 from ridgeplan.planner.engines.formats import ENGINES
-from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
+from ridgeplan.planner.engines.rates import PLUGIN_ROUND_S, EngineProfile, engine_profile
 from ridgeplan.planner.lowering import expert_bits
 from ridgeplan.planner.quality import Quality, QualityFloor, losses, parse_quality
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
@@ -267,11 +267,7 @@ class Question:
         if self.engine is not None:
             yield from self.engine.notes()
         elif self.options.backend is Backend.VLLM_PLUGIN:
-            yield (
-                f"{1e3 * float(self.machine.unmeasured_s):.2f} ms of a step are what vLLM's launches take beyond this "
-                "package's; fitted to steps of Llama-3.1-8B without drafts on an H200. `ridgeplan export --to vllm "
-                "--plugin` writes the serve command"
-            )
+            yield from plugin_notes(1e3 * float(self.machine.round_s - self.profile.round_s))
         elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):
@@ -314,6 +310,19 @@ class Question:
                 f"the memory limit of {size_text(limit)} is more than {hardware.name} may use, "
                 f"{size_text(self.memory_limit_bytes)} of {size_text(hardware.memory_bytes)}"
             )
+
+
+def plugin_notes(overhead_ms: float) -> Iterator[str]:
+    """What times of vLLM's plugin rest on, and whose weights and prompts a plan's figures are."""
+    yield (
+        f"vLLM takes {overhead_ms:.2f} ms of a step beyond this package's kernels, and {1e3 * PLUGIN_ROUND_S:g} ms "
+        "more of a round with drafts: fitted to Llama-3.1-8B on an H200, to rounds of gamma 4 alone. Drafts count as "
+        "accepted as in this package's runtime, and TTFT is its own: vLLM's was not timed with the plugin"
+    )
+    yield (
+        "`ridgeplan export --to vllm --plugin` writes the serve command. vLLM rounds weights to nearest, which keeps "
+        "less than the stated fidelity, unless `ridgeplan run PLAN --model` has saved a fit of the same checkpoint"
+    )
 
 
 def _one_memory(hardware: Hardware) -> str:

@@ -142,7 +142,7 @@ class Machine(Device):
     draft_gap_s: Term = 0.0  # what a draft's pass takes on the device beyond its kernels
     target_gap_s: Term = 0.0
     round_s: Term = 0.0  # what a round takes beyond its passes
-    unmeasured_s: Term = 0.0  # of `round_s`, what no round with drafts was measured for; may be none, or twice as much
+    drafted_round_s: Term = 0.0  # what a round with drafts takes beyond `round_s`
     link_rates: Mapping[str, RateTerms] = field(default_factory=dict)  # of `LINK_CLASSES`, as shares of the link
     decode_gemm_rows: Term  # most rows of dense products with a decode pass's rates; beyond, they have prefill's
     fused_swiglu_rows: Term  # most rows for which the gate and up product applies SwiGLU

@@ -341,7 +341,7 @@ def round_at(
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=drafting * round_choice_seconds(machine, strategy, tokens),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
-        overhead_s=machine.round_s,
+        overhead_s=machine.round_s + drafting * machine.drafted_round_s,
         propose_s=propose_s,
     )
 

@@ -7,7 +7,8 @@ case, and a case that fails leaves its error there and does not stop the next.
 
 Checks, on a small model of random weights whose fit `runtime.load` has saved: greedy tokens of an engine without graphs
 and without prefix caching (plain), with chunks of 512 tokens, prefix caching, preemptions and ragged arrivals
-(scheduled), with drafts (drafts), and of a server's clients (server); then this package's runtime says of each token
+(scheduled, with the engine's counts of preemptions and of tokens from its cache), with drafts (drafts), and of a
+server's concurrent clients over HTTP (server); then this package's runtime says of each token
 how far it is from its own choice (compare). Times, on Llama-3.1-8B with dummy weights: stage1, fp8, stage2, bf16, and
 this package's runtime (runtime).
 """
@@ -59,6 +60,7 @@ SERVED_S = 15.0  # that are left to the server's clients
 CHECKS_KV_GB = "2"  # vLLM's own measurement fails where other processes free memory meanwhile
 MOST_RUNNING, REQUESTS, ARRIVALS_PER_S, SERVED_TOKENS = 32, 48, 4.0, 256  # of the measured throughput
 SCHEDULED = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 24}  # 3,072 tokens for 3,889 and what they add
+COUNTS = {"vllm:num_preemptions": "preemptions", "vllm:prefix_cache_hits": "cached_tokens"}
 PROFILED = {(32768, 1), (131072, 1), (4096, 16)}  # the cases of which a round with drafts is profiled
 
 
@@ -236,13 +238,15 @@ def run_plain(send: Send) -> None:
 
 def run_scheduled(send: Send) -> None:
     """With graphs, prefix caching, chunks and preemptions; the same again from the cache; and ragged arrivals."""
-    llm = checked(enable_prefix_caching=True, compilation_config=GRAPHS, **SCHEDULED)
+    llm = checked(enable_prefix_caching=True, compilation_config=GRAPHS, disable_log_stats=False, **SCHEDULED)
     reference = dict(saved_tokens()).get("plain")
     runs = {"scheduled": greedy, "cached": greedy, "ragged": ragged}
     for name, generate in runs.items():
         tokens = generate(llm, prompts(), GENERATED)
         save_tokens(name, tokens)
         send({"case": name, **({} if reference is None else agreement(tokens, reference))})
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in COUNTS}
+    send({"case": "counts", **{key: counts[name] for name, key in COUNTS.items()}})
 
 
 def run_drafts(send: Send) -> None:
@@ -269,7 +273,7 @@ def counted_steps(llm: Any) -> list[int]:
 
 
 def run_server(send: Send) -> None:
-    """The exported command as it is, with drafts, in processes of its own: tokens that OpenAI clients get."""
+    """The exported command as it is, with drafts, in processes of its own: tokens that clients of its API get."""
     folder = small_model()
     plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
     arguments = exported_arguments(str(folder), plan, folder) | {**beside_others(CHECKS_KV_GB), "port": PORT}
@@ -338,12 +342,6 @@ def run_compare(send: Send) -> None:
         send({"case": f"compare {name}", "same_choice": round(exact / count, 4), "worst_deviations": round(worst, 3)})
 
 
-def plain_graphs(gamma: int) -> dict[str, Any]:
-    """Full graphs of up to 32 steps or rounds without torch.compile: the plugin starts faster without it."""
-    sizes = [(1 + gamma) * rows for rows in (1, 2, 4, 8, 16, 32)]
-    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-
-
 def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> dict[str, Any]:
     """Where the time of an engine's steps goes: on the host, on the device, by kind of launch and by name."""
     import torch
@@ -402,16 +400,16 @@ def run_times(name: str, plan_name: str | None, send: Send, **arguments: Any) ->
         "max_num_seqs": MOST_RUNNING,
         **beside_others(),
     }
-    if plan_name is not None:
-        engine_arguments = (
-            exported_arguments(model, plan_of(model, plan_name, 131_072, 256, 4), folder) | engine_arguments
-        )
+    if plan_name is None:
+        engine_arguments["compilation_config"] = GRAPHS
+    else:
+        plan = plan_of(model, plan_name, 131_072, 256, MOST_RUNNING)
+        engine_arguments = exported_arguments(model, plan, folder) | engine_arguments
     gamma = engine_arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
-    graphs = GRAPHS if plan_name is None else plain_graphs(gamma)
     hf_overrides = {**engine_arguments.pop("hf_overrides", {}), "max_position_embeddings": 140_000}
     with gpu_turn(timed=False):
         llm = start(folder, load_format="dummy", enable_prefix_caching=True, max_num_batched_tokens=16384,
-                    compilation_config=graphs, hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
+                    hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
     with gpu_turn(timed=True):
         measure_times(name, llm, gamma, send)
 

@@ -117,7 +117,7 @@ def _times(exported: Exported) -> str:
     if times is None:
         return exported.unpredicted
     band = f"{number(times.low_ms)} to {number(times.high_ms)}"
-    plain = f", without drafts {number(times.plain_ms)} ms" if times.tpot_ms < times.plain_ms else ""
+    plain = f", without drafts {number(times.plain_ms)} ms" if times.tpot_ms != times.plain_ms else ""
     return f"{number(times.tpot_ms)} ms per token ({band}){plain} [{times.source}]"
 
 

@@ -9,11 +9,12 @@ from typing import Any
 from ridgeplan.planner.export.carry import Carried
 from ridgeplan.planner.export.export import Command, EngineTimes, Exported, check_models, yarn_parameters
 from ridgeplan.planner.export.options import ServeCommandOptions
+from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import KVFormat, Plan, Speculation, require
-from ridgeplan.roofline.plan.presets import preset_name
+from ridgeplan.roofline.plan.presets import autoregressive, preset_name
 from ridgeplan.roofline.plan.support import PLUGIN_GROUP, not_carried
 
 # The plugin's names, as ridgeplan.runtime.vllm has them; the planner does not import the runtime.
@@ -22,6 +23,13 @@ METHOD, CACHE_DTYPE, BACKEND = "ridgeplan", "int8_per_token_head", "CUSTOM"
 PROPOSER = "ridgeplan.runtime.vllm.proposer.DraftProposer"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"  # proposer classes and the plugin's metadata are of the first model runner
 CODED = (KVFormat.INT8, KVFormat.HIERARCHICAL)
+MAX_QUANTIZED_ROWS = 64  # of products of codes (ridgeplan.kernels.linear.schedule)
+WIDE = Rule(
+    "wide-verification", ("vllm",), lambda served: True,
+    f"a verification of more than {MAX_QUANTIZED_ROWS} tokens, (1 + gamma) x sequences, writes a dense copy of all "
+    "weights first: at 80 tokens 8.4 of 28.8 ms for which the device is busy (Llama-3.1-8B, H200)",
+    ("validate/results/plugin_h200.json",),
+)  # fmt: skip
 
 
 def export_with_plugin(options: ServeCommandOptions) -> Exported:
@@ -42,13 +50,16 @@ def export_with_plugin(options: ServeCommandOptions) -> Exported:
     names = [name for name, value in given.items() if value]
     require(not names, f"{', '.join(names)} with --plugin; allowed: none of them, as the plan is carried as it is")
     reason = not_carried(plan, shape)
-    allowed = "export without --plugin, or a plan that `plan --backend vllm+plugin` recommends"
-    require(reason is None, f"{preset_name(plan)}: {reason}; allowed: {allowed}")
+    never = not_carried(autoregressive(plan.workload), shape)  # of this model
+    other = "" if never else ", or a plan that `plan --backend vllm+plugin` recommends"
+    require(reason is None, f"{preset_name(plan)}: {reason}; allowed: export without --plugin{other}")
     serve = ("env", RUNNER, *options.engine.serve, options.model)
     command = Command(serve, tuple(_arguments(options)))
     times, unpredicted = _times(options)
+    coded_rows = plan.workload.rank_batch * (1 + plan.speculation.gamma) if plan.weights.target_bits < 16 else 0
+    rules = (WIDE,) if plan.speculation.active and coded_rows > MAX_QUANTIZED_ROWS else ()
     return Exported(
-        f"ridgeplan's plugin of {options.engine.title}", options.schema.version, command, tuple(_axes(plan)), (),
+        f"ridgeplan's plugin of {options.engine.title}", options.schema.version, command, tuple(_axes(plan)), rules,
         times, unpredicted,
     )  # fmt: skip
 
@@ -57,6 +68,14 @@ def weights_config(plan: Plan) -> dict[str, Any]:
     """What vLLM's `quantization_config` is told of the plan's weights."""
     bits, group, hierarchical = plan.weights.target_format
     return {"quant_method": METHOD, "bits": bits, "group": group, "hierarchical": hierarchical}
+
+
+def graphs(plan: Plan) -> dict[str, Any]:
+    """The CUDA graphs with which the plugin was timed: full ones of whole steps or rounds, without torch.compile."""
+    batch = plan.workload.rank_batch
+    rows = sorted({*(2**power for power in range(batch.bit_length())), batch})
+    sizes = [(1 + plan.speculation.gamma) * count for count in rows]
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
 def _arguments(options: ServeCommandOptions) -> Iterator[tuple[str, Any]]:
@@ -78,6 +97,7 @@ def _arguments(options: ServeCommandOptions) -> Iterator[tuple[str, Any]]:
         yield engine.kv_cache_dtype, CACHE_DTYPE
         yield "--attention-backend", BACKEND
         yield "--block-size", PLUGIN_GROUP
+        yield "--compilation-config", graphs(plan)
     if drafts:
         yield (
             "--speculative-config",
@@ -87,8 +107,11 @@ def _arguments(options: ServeCommandOptions) -> Iterator[tuple[str, Any]]:
 
 def _axes(plan: Plan) -> Iterator[Carried]:
     weights, kv, speculation = plan.weights, plan.kv, plan.speculation
-    held = "the checkpoint" if weights.target_bits == 16 else f"{weights.target_bits} bits, groups of {weights.group}"
-    yield Carried("weights", held, held, True)
+    if weights.target_bits == 16:
+        yield Carried("weights", "the checkpoint", "the checkpoint", True)
+    else:
+        loaded = "as `ridgeplan run PLAN --model` saved them, else rounded to nearest"
+        yield Carried("weights", f"{weights.target_bits} bits, groups of {weights.group}, fitted", loaded, False)
     if kv.format in CODED:
         recent = f"{kv.group} to {2 * kv.group - 1} recent tokens in full precision"
         yield Carried(

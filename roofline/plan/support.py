@@ -42,7 +42,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
     if backend is Backend.RIDGEPLAN:
         return only_estimated(plan, shape) or uncalibrated(plan, profile)
     if backend is Backend.VLLM_PLUGIN:
-        return not_carried(plan, shape) or uncalibrated(plan, profile) or _unmeasured_in_plugin(plan)
+        return not_carried(plan, shape) or uncalibrated(plan, profile)
     missing = _missing_in(plan, backend, shape)
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
@@ -65,7 +65,9 @@ def not_carried(plan: Plan, shape: ModelShape) -> str | None:
         "KV with attention sinks or soft caps": coded
         and not {"attention sinks", "attention soft cap"}.isdisjoint(shape.traits),
         "KV of a sliding window": coded and shape.window_tokens is not None,
-        "latent attention, recurrent states or experts": shape.is_mla or bool(shape.states) or shape.is_moe,
+        "latent attention": shape.is_mla,
+        "recurrent states": bool(shape.states),
+        "experts": shape.is_moe,
         f"eviction {plan.eviction.policy!r}": plan.eviction.active,
         "KV on the host": plan.placement.offload,
         f"target selection {plan.attention.selection.name!r}": plan.attention.active,
@@ -74,17 +76,13 @@ def not_carried(plan: Plan, shape: ModelShape) -> str | None:
         "adaptive gamma": drafts and speculation.adaptive,
         "drafts that do not read upper codes": drafts and not (coded and speculation.codes is DraftCodes.UPPER),
         "drafts over pipeline stages or replicas": drafts and plan.parallel.pipeline * plan.parallel.data > 1,
-        f"groups of {weights.group} weights in shards for {plan.parallel.tensor} GPUs": weights.target_bits < 16
+        f"weights whose shards on {plan.parallel.tensor} GPUs split groups of {weights.group}": weights.target_bits < 16
         and plan.parallel.tensor > 1
         and any(width % (weights.group * plan.parallel.tensor) for width in (shape.q_width, shape.intermediate)),
         f"gamma {speculation.gamma}": drafts and speculation.gamma >= MAX_PLUGIN_QUERIES,
     }
     missing = [name for name, applies in checks.items() if applies]
     return f"{Backend.VLLM_PLUGIN} carries no {', no '.join(missing)}" if missing else None
-
-
-def _unmeasured_in_plugin(plan: Plan) -> str | None:
-    return f"drafts in {Backend.VLLM_PLUGIN} have not been measured" if plan.speculation.active else None
 
 
 def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:
