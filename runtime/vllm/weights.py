@@ -8,6 +8,7 @@ checkpoint is cut into shards instead.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ from ridgeplan.runtime.vllm import api
 BITS = (4, 8)
 MIN_CAPABILITY = 80  # Triton's kernels; those in CUDA C++ need 90
 LAYER = re.compile(r"\blayers\.(\d+)\.")
+UNFITTED = "weights are rounded to nearest: no fit of them is saved; `ridgeplan run PLAN --model MODEL` here saves one"
 
 
 class PlanWeights(api.QuantizationConfig):
@@ -72,13 +74,14 @@ class PlanWeights(api.QuantizationConfig):
         if config.keys() - known:
             raise ValueError(f"quantization_config has {sorted(config.keys() - known)}; allowed: {sorted(known)}")
         bits, group = config.get("bits"), config.get("group", 128)
-        hierarchical = config.get("hierarchical", bits == 8)
-        if bits not in BITS or group not in (32, 64, 128, 256) or (hierarchical and bits == 4):
+        hierarchical, fitted = config.get("hierarchical", bits == 8), config.get("fitted", True)
+        flags = hierarchical in (False, bits == 8) and fitted in (False, True)
+        if bits not in BITS or group not in (32, 64, 128, 256) or not flags:
             raise ValueError(
-                f"quantization_config has bits {bits!r}, group {group!r} and hierarchical {hierarchical!r}; allowed: "
-                "bits 8 or 4, groups of 32, 64, 128 or 256, and hierarchical with 8 bits"
+                f"quantization_config has bits {bits!r}, group {group!r}, hierarchical {hierarchical!r}, fitted "
+                f"{fitted!r}; allowed: 8 or 4, 32, 64, 128 or 256, true only with 8 bits, and true or false"
             )
-        return cls(bits, group, hierarchical, bool(config.get("fitted", True)))
+        return cls(bits, group, hierarchical, fitted)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Notes the checkpoint, by which saved fits are found."""
@@ -97,7 +100,10 @@ class PlanWeights(api.QuantizationConfig):
         if self.source is None or not self.fitted:
             return None
         path = weights_path(model_source(self.source), dtype, torch.device("cuda"), self.format, None)
-        return None if path is None else _read(path)
+        weights = None if path is None else _read(path)
+        if weights is None:
+            warnings.warn(UNFITTED, stacklevel=2)
+        return weights
 
 
 @cache

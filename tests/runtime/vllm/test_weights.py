@@ -185,7 +185,9 @@ def test_where_saved_fits_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen, plain = config(), config(fitted=False)
     for quantization in (chosen, plain):
         quantization.maybe_update_config("some/model", hf_config=None)
-        assert quantization.saved(torch.bfloat16) is None
+    with pytest.warns(match="rounded to nearest: no fit of them is saved; `ridgeplan run PLAN"):
+        assert chosen.saved(torch.bfloat16) is None
+    assert plain.saved(torch.bfloat16) is None
     assert asked == [("folder of some/model", torch.bfloat16, torch.device("cuda"), chosen.format, None)]
 
 
@@ -211,7 +213,8 @@ def test_what_becomes_codes() -> None:
     [
         ({"bits": 5}, "bits 5, group 128"),
         ({"bits": 8, "group": 100}, "group 100"),
-        ({"bits": 4, "hierarchical": True}, "hierarchical with 8 bits"),
+        ({"bits": 4, "hierarchical": True}, "hierarchical True, fitted True; allowed: .* true only with 8 bits"),
+        ({"bits": 8, "fitted": "false"}, "fitted 'false'; allowed: .* true or false"),
         ({"bits": 8, "planes": 2}, r"quantization_config has \['planes'\]"),
     ],
 )
