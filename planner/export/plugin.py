@@ -25,7 +25,7 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"  # proposer classes and the plugin's metad
 CODED = (KVFormat.INT8, KVFormat.HIERARCHICAL)
 MAX_QUANTIZED_ROWS = 64  # of products of codes (ridgeplan.kernels.linear.schedule)
 WIDE = Rule(
-    "wide-verification", ("vllm",), lambda served: True,
+    "wide-verification", ("vllm",), {},
     f"a verification of more than {MAX_QUANTIZED_ROWS} tokens, (1 + gamma) x sequences, writes a dense copy of all "
     "weights first: at 80 tokens 8.4 of 28.8 ms for which the device is busy (Llama-3.1-8B, H200)",
     ("validate/results/plugin_h200.json",),
