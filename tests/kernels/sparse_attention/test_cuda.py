@@ -178,6 +178,14 @@ def test_ties_are_cut_in_order() -> None:
 
 
 @pytest.mark.gpu
+def test_a_mean_of_many_tokens_keeps_its_digits() -> None:
+    """Values nearly cancel, and sums of codes that are not centered would lose the mean to the truncation of MMAs."""
+    problem = Problem.build((4, 1, 128), (200,), (1,), torch.float16)  # no recent tokens
+    problem.q.zero_()
+    assert_agrees(problem, 200 * 128, error=1e-3)
+
+
+@pytest.mark.gpu
 def test_chosen_tokens_in_few_groups() -> None:
     """The best tokens fill three groups: some parts' share is of one group, others choose from many."""
     problem = Problem.build((32, 8, 128), (60, 31), (20, 30), torch.bfloat16)
