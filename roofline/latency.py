@@ -248,10 +248,12 @@ def _combined(choose: Callable[[Term, Term], Term], first: RateTerms, second: Ra
     return RateTerms(**{name: choose(getattr(first, name), getattr(second, name)) for name in names})
 
 
+STORED_LINEAR = "linear_stored"  # linear layers and heads with weights as a GGUF file stores them
+
 # Every class of kernels that a pass or a round launches.
 KERNEL_CLASSES = (
-    "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "grouped_linear_int8", "grouped_linear_int4",
-    "attention", "attention_int4", "attention_int8",
+    "linear", "linear_int8", "linear_int4", STORED_LINEAR, "head",
+    "grouped_linear", "grouped_linear_int8", "grouped_linear_int4", "attention", "attention_int4", "attention_int8",
     "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_d256", "attention_int4_d256",
     "attention_int8_d256", "attention_mla", "gap", "elementwise", "state", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",

@@ -9,6 +9,7 @@ from torch.nn import functional
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear.cuda import find_dense_kernel, find_quantized_kernel
+from ridgeplan.kernels.linear.gguf import GgufWeight
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
@@ -85,6 +86,55 @@ def linear_quantized(
 def linear_quantized_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """The same in plain torch, in float32 throughout."""
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+
+
+GGUF_SLAB_ELEMENTS = 1 << 22  # of a weight that are dequantized at once on a CPU
+
+
+def linear_gguf(
+    x: Tensor, weight: GgufWeight, bias: Tensor | None = None, *, gated: bool = False, backend: Backend = "auto"
+) -> Tensor:
+    """x W^T + bias -> [..., outputs] in x's dtype, sums in float32; gated, `swiglu` of that, [..., outputs / 2].
+
+    Arguments as for `linear_quantized`. The weight is rounded to x's dtype, as a dense one would be. On CUDA it is
+    Triton's kernel on every GPU, as that of CUDA C++ takes scales and zeros in bfloat16; many rows go through dense
+    copies.
+    """
+    if x.shape[-1] != weight.inputs:
+        raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.inputs} inputs")
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    rows = x.reshape(-1, weight.inputs)
+    if uses_gpu_kernel(backend, x):
+        from ridgeplan.kernels.linear.gguf_triton import linear_gguf_triton
+
+        out = linear_gguf_triton(rows, weight, bias)
+    else:
+        out = linear_gguf_reference(rows, weight, bias)
+    out = out.view(*x.shape[:-1], weight.outputs)
+    return swiglu(out, backend=backend) if gated else out
+
+
+def linear_gguf_reference(x: Tensor, weight: GgufWeight, bias: Tensor | None) -> Tensor:
+    """The same in plain torch, with a dense copy of a few outputs at a time."""
+    out = x.new_empty(len(x), weight.outputs)
+    slab_rows = max(1, GGUF_SLAB_ELEMENTS // weight.inputs)
+    for first in range(0, weight.outputs, slab_rows):
+        slab = slice(first, first + slab_rows)
+        out[:, slab] = functional.linear(x, weight.rows(slab).dequantize(x.dtype))
+    return out if bias is None else out.add_(bias)
+
+
+def gguf_rows(weight: GgufWeight, ids: Tensor, out: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Writes the weight's rows `ids` [count], int64, into out [count, inputs], and returns it."""
+    if uses_gpu_kernel(backend, ids):
+        from ridgeplan.kernels.linear.gguf_triton import copy_rows
+
+        copy_rows(weight, out, ids=ids.contiguous())
+        return out
+    slab_rows = max(1, GGUF_SLAB_ELEMENTS // weight.inputs)
+    for some, rows in zip(ids.split(slab_rows), out.split(slab_rows), strict=True):
+        rows.copy_(weight.rows(some).dequantize())
+    return out
 
 
 def linear_cost(x: Tensor, outputs: int, weight_bytes: float, gated: bool = False) -> Cost:

@@ -5,6 +5,7 @@ They run where the CUDA kernel does not: on GPUs before Hopper, in float32, and 
 One launch per group, where plain torch takes four per input: a quarter of a million for a layer of an 8B model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -243,7 +244,7 @@ def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Te
     """
     out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
     if len(x) > MAX_QUANTIZED_ROWS:
-        return _through_copies(x, weight, bias, out)
+        return through_copies(x, bias, out, lambda row, dense: dequantize_tiles(weight, row // TILE_OUTPUTS, dense))
     config = config_of(x)
     splits = config.splits(
         triton.cdiv(weight.outputs, TILE_OUTPUTS * config.tiles), weight.inputs // min(weight.group, CHUNK)
@@ -253,9 +254,14 @@ def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Te
         return out
     partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
     _product(x, weight, None, partial, config)
+    return added_splits(partial, bias, out)
+
+
+def added_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Writes the sum of partial [splits, rows, outputs], and the bias, into out [rows, outputs]."""
     blocks = triton.cdiv(out.numel(), SUM_OUTPUTS)
     _sum_kernel[(blocks,)](
-        partial, bias, out, out.numel(), weight.outputs, SPLITS=splits, BLOCK=SUM_OUTPUTS, num_warps=4
+        partial, bias, out, out.numel(), out.shape[1], SPLITS=len(partial), BLOCK=SUM_OUTPUTS, num_warps=4
     )
     return out
 
@@ -311,13 +317,17 @@ def _plane_words(weight: Int4Weight | Int8Weight) -> tuple[Tensor, Tensor | None
     return words[0], words[1] if len(words) > 1 else None
 
 
-def _through_copies(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Dequantizes a slab of outputs at a time to x's dtype and multiplies by it with the library's product."""
-    slab_rows = max(1, DENSE_COPY_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
-    slab = torch.empty(min(slab_rows, weight.outputs), weight.inputs, dtype=x.dtype, device=x.device)
-    for first in range(0, weight.outputs, slab_rows):
-        dense = slab[: weight.outputs - first]
-        dequantize_tiles(weight, first // TILE_OUTPUTS, dense)
+def through_copies(x: Tensor, bias: Tensor | None, out: Tensor, dequantize: Callable[[int, Tensor], None]) -> Tensor:
+    """Writes the library's product of x [rows, inputs] with a dense copy, a slab of outputs at a time, into out.
+
+    dequantize: writes the weight's rows from a multiple of 16 on into a slab [rows, inputs] of x's dtype.
+    """
+    inputs, outputs = x.shape[1], out.shape[1]
+    slab_rows = max(1, DENSE_COPY_BYTES // (inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
+    slab = torch.empty(min(slab_rows, outputs), inputs, dtype=x.dtype, device=x.device)
+    for first in range(0, outputs, slab_rows):
+        dense = slab[: outputs - first]
+        dequantize(first, dense)
         torch.mm(x, dense.t(), out=out[:, first : first + len(dense)])
     return out if bias is None else out.add_(bias)
 

@@ -44,6 +44,7 @@ RELATIVES = {
     "attention_mla": "attention",
     "linear_int8": "linear_int4",
     "linear_int4": "linear",
+    "linear_stored": "linear_int4",
     "head": "linear",
     "attention_int8_d64": "attention_int8",
     "attention_int4_d64": "attention_int4",
@@ -75,7 +76,10 @@ RELATIVES = {
 }
 # Classes whose kernels are Triton's on every machine: without rates of their own they have those of related kernels
 # that run on every machine as well, not those of Hopper's.
-TRITON_CLASSES = ("grouped_linear", "attention_mla")
+TRITON_CLASSES = ("grouped_linear", "attention_mla", "linear_stored")
+# On a CPU products with stored weights decode a copy: 15 times the time of dense float32 ones, which read 7 times the
+# bytes (two EPYC cores, 4096 x 4096, Q4_K; 5 to 17 times by type).
+STORED_SHARE_ON_CPU = 1 / 100
 
 # What routed experts take beyond a dense product of their bytes, as they are several kernels: in steps of Qwen3-30B-A3B
 # in 16 bits 13 to 16 us per layer on an H200, in 4 and 8 bits 6 to 19 us at one row (docs/kernels/experts.md). Of it,
@@ -187,7 +191,14 @@ class Profile(Checked):
         """Rates of a kernel class, or of its nearest relative that has any. Raises ProfileError if none has."""
         if kind == "gap" and kind not in self.classes:
             return NO_GAP
-        name, portable = kind, self.portable if kind in TRITON_CLASSES else {}
+        if kind == "linear_stored" and self.hardware.kind == "cpu" and kind not in self.classes:
+            dense = self.rates("linear")
+            share = max(dense.bandwidth_utilization * STORED_SHARE_ON_CPU, MIN_UTILIZATION)
+            spread = transferred_spread(dense.spread)
+            return replace(dense, bandwidth_utilization=share, spread=spread, source="prior", steps=())
+        # Other GPUs have portable kernels' rates in their classes.
+        portable = self.portable if kind in TRITON_CLASSES and self.hardware.has_hopper_kernels else {}
+        name = kind
         while name not in self.classes:
             if name not in RELATIVES:
                 raise ProfileError(f"profile of {self.device} has no rates for {kind!r} or a related class")

@@ -169,6 +169,33 @@ def dense_copy(bits: int) -> dict[str, Any]:
     return job("linear.triton", "_copy_kernel", types, constants, {"num_warps": 4})
 
 
+def stored(kind: int, element: str, rows: int = 16) -> dict[str, Any]:
+    """A product with a weight in one of GGUF's types, or with 0 rows a copy of rows of it."""
+    from ridgeplan.kernels.linear import gguf_triton as kernels
+    from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
+
+    described = BLOCK_FORMATS[kind]
+    factors = "*i8" if described.nested else "*fp16"
+    parts = {"codes": "*i8" if described.bits == 8 else "*i32", "scales": factors}
+    parts |= {"high": {5: "*u8", 6: "*i16"}[described.bits]} if described.bits in (5, 6) else {}
+    parts |= {"minima": factors} if described.has_minima else {}
+    supers = ("super_scales", "super_minima")[: 1 + described.has_minima] if described.nested else ()
+    parts |= dict.fromkeys(supers, "*fp16")
+    names = ("high", "minima", "super_scales", "super_minima")
+    constants: dict[str, Any] = {"BITS": described.bits, "GROUP": described.group, "OFFSET": described.offset}
+    constants |= {"CHUNK": kernels.CHUNK, **{name: None for name in names if name not in parts}}
+    if not rows:
+        types = {**parts, "ids": "*i64", "out": "*" + element, **dict.fromkeys(("first", "count", "inputs"), "i32")}
+        options = {"num_warps": 4}
+        return job("linear.gguf_triton", "_copy_kernel", types, constants | {"OUTPUTS": kernels.COPY_OUTPUTS}, options)
+    config = kernels.FEW_ROWS if rows <= 16 else kernels.MANY_ROWS
+    types = {**parts, **dict.fromkeys(("x", "bias"), "*" + element), "out": "*fp32"}
+    types |= dict.fromkeys(("rows", "inputs", "outputs"), "i32")
+    constants |= {"OUTPUTS": 16 * config.tiles, "ROWS": config.rows, "SPLITS": config.max_splits}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return job("linear.gguf_triton", "_product_kernel", types, constants, options)
+
+
 def gptq_round(bounded: bool) -> dict[str, Any]:
     types = dict.fromkeys(("steps", "feedback", "near", "codes", "errors"), "*fp32") | {"outputs": "i32"}
     constants = {"TOP": 15, "GROUP": 128, "PADDED": 128, "OUTPUTS": 16} | ({} if bounded else {"near": None})
@@ -288,6 +315,15 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     jobs |= {f"latent attention {bits}bit": latent_attention(bits, 128 if bits == 8 else 16) for bits in (0, 4, 8)}
     jobs["latent append"] = rotate_append()
     jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
+    kinds: tuple[tuple[int, str, int], ...] = (
+        (12, "bf16", 1),
+        (14, "bf16", 64),
+        (6, "fp32", 1),
+        (8, "bf16", 0),
+    )  # Q4_K, Q6_K, Q5_0, Q8_0
+    if every:
+        kinds = tuple((kind, "bf16", rows) for kind in (2, 3, 6, 7, 8, 12, 13, 14) for rows in (0, 1, 64))
+    jobs |= {f"gguf {kind} {rows} rows {element}": stored(kind, element, rows) for kind, element, rows in kinds}
     return jobs | {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
 
 

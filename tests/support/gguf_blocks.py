@@ -34,17 +34,57 @@ def q4_0(random: Generator, blocks: int) -> Packed:
     return joined(d, codes[:, :16] | codes[:, 16:] << 4), d.astype(float) * (codes.astype(float) - 8)
 
 
-def q4_k(random: Generator, blocks: int) -> Packed:
-    """d, dmin, 12 bytes of 8 scales and 8 minima of 6 bits, 128 bytes of 8 sub-blocks of 32 codes: d s q - dmin m."""
+def q4_1(random: Generator, blocks: int) -> Packed:
+    """d, m, 16 bytes as Q4_0's: d q + m."""
+    d, minimum = scale(random, blocks), scale(random, blocks)
+    codes = random.integers(0, 16, (blocks, 32), dtype=np.uint8)
+    return joined(d, minimum, codes[:, :16] | codes[:, 16:] << 4), d.astype(float) * codes + minimum.astype(float)
+
+
+def fives(codes: np.ndarray) -> np.ndarray:
+    """4 bytes of the highest bits of 32 codes of 5 bits, then 16 bytes of the others as Q4_0's."""
+    low, high = codes & 15, codes >> 4
+    bits = sum(high[:, index].astype(np.uint32) << index for index in range(32))
+    return joined(np.asarray(bits, dtype=np.uint32)[:, None], low[:, :16] | low[:, 16:] << 4)
+
+
+def q5_0(random: Generator, blocks: int) -> Packed:
+    """d, and codes of 5 bits: d (q - 16)."""
+    d, codes = scale(random, blocks), random.integers(0, 32, (blocks, 32), dtype=np.uint8)
+    return joined(d, fives(codes)), d.astype(float) * (codes.astype(float) - 16)
+
+
+def q5_1(random: Generator, blocks: int) -> Packed:
+    """d, m, and codes of 5 bits: d q + m."""
+    d, minimum = scale(random, blocks), scale(random, blocks)
+    codes = random.integers(0, 32, (blocks, 32), dtype=np.uint8)
+    return joined(d, minimum, fives(codes)), d.astype(float) * codes + minimum.astype(float)
+
+
+def nested(random: Generator, blocks: int, bits: int) -> Packed:
+    """Q4_K, or Q5_K, which has 32 bytes of highest bits ahead of the codes: byte l has those of the codes l."""
     d, minimum = scale(random, blocks), scale(random, blocks)
     scales, minima = (random.integers(0, 64, (blocks, 8), dtype=np.uint8) for _ in range(2))
-    codes = random.integers(0, 16, (blocks, 8, 32), dtype=np.uint8)
+    codes = random.integers(0, 1 << bits, (blocks, 8, 32), dtype=np.uint8)
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     third = scales[:, 4:] & 15 | minima[:, 4:] << 4
-    content = joined(d, minimum, first, second, third, codes[:, ::2] | codes[:, 1::2] << 4)
+    low, high = codes & 15, codes >> 4
+    highest = np.bitwise_or.reduce(high << np.arange(8, dtype=np.uint8)[:, None], axis=1)
+    above = [highest] if bits == 5 else []
+    content = joined(d, minimum, first, second, third, *above, low[:, ::2] | low[:, 1::2] << 4)
     values = (d.astype(float) * scales)[:, :, None] * codes - (minimum.astype(float) * minima)[:, :, None]
     return content, values
+
+
+def q4_k(random: Generator, blocks: int) -> Packed:
+    """d, dmin, 12 bytes of 8 scales and 8 minima of 6 bits, 128 bytes of 8 sub-blocks of 32 codes: d s q - dmin m."""
+    return nested(random, blocks, 4)
+
+
+def q5_k(random: Generator, blocks: int) -> Packed:
+    """The same with codes of 5 bits."""
+    return nested(random, blocks, 5)
 
 
 def q6_k(random: Generator, blocks: int) -> Packed:
@@ -67,6 +107,10 @@ def joined(*parts: np.ndarray) -> np.ndarray:
 BLOCKS: dict[str, tuple[int, Callable[[Generator, int], Packed]]] = {
     "Q8_0": (32, q8_0),
     "Q4_0": (32, q4_0),
+    "Q4_1": (32, q4_1),
+    "Q5_0": (32, q5_0),
+    "Q5_1": (32, q5_1),
     "Q4_K": (256, q4_k),
+    "Q5_K": (256, q5_k),
     "Q6_K": (256, q6_k),
 }

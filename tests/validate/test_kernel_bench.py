@@ -90,6 +90,7 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
 
 
 LINEAR = {f"{kind}_{weights}" for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")}
+LINEAR |= {"linear_q4_k", "linear_q6_k"}
 SPARSE = {"two_bit", "page_scores", "top_k", "sparse_attention", "progressive", "scores"}
 ROTATED = (
     LINEAR

@@ -1,4 +1,4 @@
-"""Calls of matrix products of few rows with 4-bit, 8-bit and 16-bit weights."""
+"""Calls of matrix products of few rows with 4-bit, 8-bit and 16-bit weights, and with those of GGUF files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.layer import swiglu
-from ridgeplan.kernels.linear import QuantizedWeight, linear_cost, linear_dense, linear_quantized
+from ridgeplan.kernels.linear import QuantizedWeight, linear_cost, linear_dense, linear_gguf, linear_quantized
+from ridgeplan.kernels.linear.gguf import gguf_weight
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.roofline.catalog.gguf import gguf_bits
+from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS, NESTED_GROUP
+from ridgeplan.roofline.latency import STORED_LINEAR
 from ridgeplan.validate.kernel_calls.case import (
     BenchCase,
     Product,
@@ -28,6 +32,7 @@ from ridgeplan.validate.timing import Bench, KernelCall
 
 DENSE = "cuBLAS bf16"
 APART = "ours, swiglu apart"
+STORED_TYPES = {"linear_q4_k": 12, "linear_q6_k": 14}  # GGUF's numbers of the types
 STEP = 0.01  # size of a code's step, so that weights are about as large as a model's
 Products = Sequence[Callable[..., Tensor]]  # x, and optionally gated -> product, one for each variant of the weight
 
@@ -98,6 +103,8 @@ class LinearVariants:
             copies = weight.repeat(bench.variants(weight.nbytes), 1, 1)
             products = [partial(linear_dense, weight=each) for each in copies]
             return cls(products, bench.element_bytes, weight.float, lambda: copies)
+        if kind in STORED_TYPES:
+            return cls._stored(bench, STORED_TYPES[kind], size)
         levels = {"linear_int4": 16, "linear_int8": 256}[kind]
         codes = torch.randint(levels, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
         scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // GROUP)
@@ -115,6 +122,25 @@ class LinearVariants:
             peers,
         )
 
+    @classmethod
+    def _stored(cls, bench: Bench, kind: int, size: LinearSize) -> LinearVariants:
+        """Random blocks of a GGUF type, whose super-blocks of 256 weights have a scale and a minimum of STEP / 32."""
+        block_bytes = round(gguf_bits(kind) / 8 * NESTED_GROUP)
+        blocks = torch.randint(256, (size.outputs, size.inputs // NESTED_GROUP, block_bytes), dtype=torch.uint8)
+        factors = torch.full((2,), STEP / 32, dtype=torch.float16).view(torch.uint8)
+        if BLOCK_FORMATS[kind].has_minima:
+            blocks[..., :4] = factors
+        else:
+            blocks[..., -2:] = factors[:2]
+        weight = gguf_weight(kind, blocks.flatten(1)).with_parts(lambda part: part.to(bench.device))
+        variants = bench.variants(weight.bytes)
+        return cls(
+            [partial(linear_gguf, weight=copy.deepcopy(weight)) for _ in range(variants)],
+            weight.bytes / (size.outputs * size.inputs),
+            weight.dequantize,
+            lambda: weight.dequantize(bench.pool.dtype).repeat(variants, 1, 1),
+        )
+
 
 def _linear_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
     """Products against 16-bit weights in cuBLAS and, with 4-bit weights, against torch's and vLLM's 4-bit products."""
@@ -123,7 +149,8 @@ def _linear_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSi
         peers = {DENSE: _dense_product(weights.dense()), **weights.peers}
         for rows, speedup in size.speedups:
             x = fresh(bench, rows, size.inputs)
-            call = linear_call(kind, x, weights.products, size.outputs, weights.weight_bytes, weights.exact, peers)
+            rates = STORED_LINEAR if kind in STORED_TYPES else kind
+            call = linear_call(rates, x, weights.products, size.outputs, weights.weight_bytes, weights.exact, peers)
             yield BenchCase(kernel, call, SpeedUp(speedup), DENSE)
 
 
@@ -143,6 +170,8 @@ def _gated_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSiz
 
 linear_int4_cases = partial(_linear_cases, "linear_int4", "linear_int4")
 linear_int8_cases = partial(_linear_cases, "linear_int8", "linear_int8")
+linear_q4_k_cases = partial(_linear_cases, "linear_q4_k", "linear_q4_k")
+linear_q6_k_cases = partial(_linear_cases, "linear_q6_k", "linear_q6_k")
 linear_dense_cases = partial(_linear_cases, "linear_dense", "linear")
 gated_int4_cases = partial(_gated_cases, "gated_int4", "linear_int4")
 gated_int8_cases = partial(_gated_cases, "gated_int8", "linear_int8")

@@ -204,6 +204,7 @@ SIZES: Mapping[str, Any] = {
     "latent_append": LatentSize,
     "latent_attention": LatentSize,
     **{f"{kind}_{weights}": LinearSize for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")},
+    **dict.fromkeys(("linear_q4_k", "linear_q6_k"), LinearSize),
     **{f"experts_{weights}": ExpertSize for weights in ("int4", "int8", "dense", "mxfp4")},
     "quantize": QuantizeSize,
     "flush": FlushSize,
