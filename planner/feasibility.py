@@ -17,7 +17,7 @@ from ridgeplan.planner.quantities import GB, size_text
 from ridgeplan.planner.question import Question, executed_by_engine
 from ridgeplan.planner.recommendation import READING_TPOT_MS, Fix
 from ridgeplan.planner.resolution import longest_context
-from ridgeplan.planner.search import Candidate, Family, families, named_plan, search
+from ridgeplan.planner.search import Candidate, Family, named_plan, question_families, search
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
@@ -58,8 +58,7 @@ def executable_families(question: Question, *, regroup: bool = False) -> list[Fa
 
 
 def _executable_families(question: Question) -> list[Family]:
-    options = question.options
-    known = families(question.workload, offload=options.offload, quality=options.quality.loosest)
+    known = question_families(question, question.options.offload)
     return [family for family in known if is_executable(family.template, question)]
 
 

@@ -19,6 +19,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import (
+    STORED_LINEAR,
     Device,
     Machine,
     PassRates,
@@ -116,8 +117,9 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
     return TargetStrategy(
         **_weight_terms(plan, shape, device, plan.weights.target_bits, target_head_bits(plan)),
         **_selection_terms(shape, cost, selection, plan.attention.active),
-        dense=int(plan.weights.target_bits == 16),
-        head_dense=int(target_head_bits(plan) == 16),
+        dense=int(plan.weights.dense),
+        head_dense=int(target_head_bits(plan) == 16 and not plan.weights.stored),
+        table_saved_bytes=_table_saved_bytes(plan, shape, device),
         bits=target_code_bits(plan),
         score_bytes=_score_bytes(shape, cost),
         budget=plan.attention.budget or UNLIMITED_TOKENS,
@@ -131,7 +133,7 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
 def _draft(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -> DraftStrategy:
     speculation = plan.speculation
     per_query, score_bytes = speculation.selection.per_query, _score_bytes(shape, cost)
-    dense = int(plan.weights.draft_bits == 16)
+    dense = int(plan.weights.draft_bits == 16 and not plan.weights.stored)
     return DraftStrategy(
         **_weight_terms(plan, shape, device, plan.weights.draft_bits, draft_head_bits(plan)),
         **_selection_terms(shape, cost, speculation.selection, speculation.sparse),
@@ -152,14 +154,25 @@ def _weight_terms(plan: Plan, shape: ModelShape, device: Device, bits: int, head
     """Bytes per parameter of a pass whose layers have weights of `bits` bits.
 
     "16 bits" means the checkpoint's own format, which may be 8 or 4 bits. Parts with fewer bits than the widest cost
-    the bytes that they store (`stored_bytes`).
+    the bytes that they store (`stored_bytes`). Of stored weights all layers' parts have their mean.
     """
     group, held = plan.weights.group, shape.weight_bits
+    if plan.weights.stored:
+        return {"weight_bytes": held.stored.layers / 8, "head_bytes": held.stored.head / 8}
     full_head_bytes = held.full_bytes("head", device.element_bytes)
     return {
         "weight_bytes": weight_bytes(bits, group, held.widest_bytes(device.element_bytes)),
         "head_bytes": min(weight_bytes(head_bits, group, full_head_bytes), full_head_bytes),
     }
+
+
+def _table_saved_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:
+    """Bytes per parameter that the embedding takes less than in full precision; where it is the head's, all of them."""
+    if not plan.weights.stored:
+        return 0.0
+    held = shape.weight_bits
+    apart_bytes = 0.0 if shape.tied_embeddings else held.stored.embedding / 8
+    return held.full_bytes("embedding", device.element_bytes) - apart_bytes
 
 
 def _selection_terms(
@@ -289,6 +302,8 @@ def expert_bits(plan: Plan, shape: ModelShape, *, drafting: bool = False) -> int
 
 def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     drafting = part == "draft"
+    if plan.weights.stored and (kind == "head" or (kind == "linear" and part != "prefill")):
+        return STORED_LINEAR
     if kind == "head":
         bits = draft_head_bits(plan) if drafting else target_head_bits(plan)
         return "head" if bits == 16 else linear_kind(bits)

@@ -271,7 +271,8 @@ class Question:
         elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):
-            yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format"
+            unless = "; plans with stored weights keep them" if shape.weight_bits.stored.layers else ""
+            yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format{unless}"
         if self.engine is None and hardware.is_amd:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
         if shape.states and "state" not in self.profile.classes:

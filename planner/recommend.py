@@ -275,7 +275,7 @@ def preference(plan: Plan) -> tuple[float, ...]:
     through in chunks. Simplicity: no speculation, drafts that read every token, and few formats
     beside bf16 (of the target's weights, of the drafts' own weights, and of the KV cache).
     """
-    formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
+    formats = (not plan.weights.dense) + plan.weights.draft_copy + plan.kv.format.quantized
     lost = len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
     exactness = _strictness(plan), *lost
     simplicity = (
@@ -333,10 +333,11 @@ def _best_estimated(
 ) -> Alternative | None:
     """The best plan of all on whatever backend; None if `fastest`, which runs, is as good.
 
-    Weights that the runtime converts could also stay as the checkpoint has them, which is searched separately.
+    Weights that the runtime converts could also stay as the checkpoint has them, which is searched separately where no
+    plan of this runtime keeps them.
     """
-    searches = [(as_stored.as_executed, candidates)]
-    if as_stored.engine is None and is_converted(as_stored.shape):
+    searches, shape = [(as_stored.as_executed, candidates)], as_stored.shape
+    if as_stored.engine is None and is_converted(shape) and not shape.weight_bits.stored.layers:
         searches.append((as_stored, penalize_unmeasured_rates(search(as_stored), as_stored)))
     better = [
         (candidate, question)

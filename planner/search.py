@@ -87,30 +87,40 @@ class Family:
         return RoundShape(gamma, min(gamma, max(passes, -(-gamma // (drafter.depth + 1)))), drafter.depth)
 
 
-def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
+def families(
+    workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS, stored: bool = False
+) -> tuple[Family, ...]:
     """Every preset, and the joint space of weights, cache formats, draft codes and selections that `quality` allows.
 
     Neither has drafts of a selection that is not `searched`, as their acceptance is unknown.
     `offload` adds plans with layers on the host, for what would not fit otherwise: plain decoding on all formats, and
     drafts where only lower codes leave. How often drafts are accepted that read a few tokens of some layers is not
-    known, so that such plans are run but not searched.
+    known, so that such plans are run but not searched. `stored` adds plans that keep the weights of a GGUF file.
     """
     # What is known of a drafter may change while the program runs.
     make = _families.__wrapped__ if workload.drafter_head or workload.drafter_rows else _families
-    return make(workload, offload, quality)
+    return make(workload, offload, quality, stored)
 
 
 @lru_cache(maxsize=16)
-def _families(workload: Workload, offload: bool, quality: Quality) -> tuple[Family, ...]:
+def _families(workload: Workload, offload: bool, quality: Quality, stored: bool) -> tuple[Family, ...]:
     presets = ((name, make(workload)) for name, make in PRESETS.items())
     named = {family_key(plan): (name, plan) for name, plan in presets if is_searched(plan)}
-    joint = list(_joint(workload, quality))
+    weights = (*WEIGHTS, STORED) if stored else WEIGHTS
+    joint = list(_joint(workload, quality, weights))
     described = workload.text or workload.acceptance_length or workload.drafter_head
     drafted = filter(is_searched, _with_drafters(joint, workload)) if described else ()
-    offloaded = filter(is_searched, _offloaded(workload, quality)) if offload else ()
+    offloaded = filter(is_searched, _offloaded(workload, quality, weights)) if offload else ()
     for plan in (*filter(is_searched, joint), *drafted, *offloaded):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(family_of(name, plan) for name, plan in named.values())
+
+
+def question_families(question: Question, offload: bool, workload: Workload | None = None) -> tuple[Family, ...]:
+    """The families of a question, at its workload or another, with plans on stored weights where the model has such."""
+    stored = question.engine is None and question.shape.weight_bits.stored.layers > 0
+    quality = question.options.quality.loosest
+    return families(workload or question.workload, offload=offload, quality=quality, stored=stored)
 
 
 def is_searched(plan: Plan) -> bool:
@@ -149,35 +159,36 @@ DRAFT_READS = (
     (KVFormat.SHADOW, DraftCodes.UPPER),
     (KVFormat.HIERARCHICAL, DraftCodes.UPPER),
 )
-# Bits of the target's weights with those of the drafts'.
-WEIGHT_BITS = ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))
+# The target's weights, with those of the drafts, and without drafts.
+Both = tuple[Weights, Weights]
+WEIGHTS: tuple[Both, ...] = tuple(
+    (Weights(bits, draft_bits), Weights(bits, bits)) for bits, draft_bits in ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))
+)
+STORED: Both = (Weights(stored=True), Weights(stored=True))
 
 
-def _joint(workload: Workload, quality: Quality) -> Iterator[Plan]:
+def _joint(workload: Workload, quality: Quality, weights: Sequence[Both]) -> Iterator[Plan]:
     evicted = PRESETS["dapq"](workload).eviction  # the policy that loses least, by published figures
-    for eviction, (kv, codes), (target_bits, draft_bits) in product((Eviction(), evicted), DRAFT_READS, WEIGHT_BITS):
-        target = Plan(workload, Weights(target_bits, target_bits), KVCache(kv), eviction=eviction)
+    for eviction, (kv, codes), (drafting, plain) in product((Eviction(), evicted), DRAFT_READS, weights):
+        target = Plan(workload, plain, KVCache(kv), eviction=eviction)
         if not quality.admits(target):
             continue
-        if codes is DraftCodes.FULL and draft_bits == target_bits:
+        if codes is DraftCodes.FULL and drafting == plain:
             yield target
-        yield from _drafting(target, Weights(target_bits, draft_bits), codes)
+        yield from _drafting(target, drafting, codes)
 
 
-def _offloaded(workload: Workload, quality: Quality) -> Iterator[Plan]:
+def _offloaded(workload: Workload, quality: Quality, weights: Sequence[Both]) -> Iterator[Plan]:
     budget = min(KV_BUDGET, workload.context)
-    for target_bits, draft_bits in WEIGHT_BITS:
-        weights = Weights(target_bits, target_bits)
-        for kv in (KVFormat.FULL, KVFormat.INT8) if draft_bits == target_bits else ():
-            plain = Plan(workload, weights, KVCache(kv), placement=Placement(True, budget))
-            if quality.admits(plain):
-                yield plain
+    for drafting, plain in weights:
+        for kv in (KVFormat.FULL, KVFormat.INT8) if drafting == plain else ():
+            whole = Plan(workload, plain, KVCache(kv), placement=Placement(True, budget))
+            if quality.admits(whole):
+                yield whole
         lower = Placement(True, part=HostPart.LOWER)
-        halved = Plan(workload, weights, KVCache(KVFormat.HIERARCHICAL), placement=lower)
+        halved = Plan(workload, plain, KVCache(KVFormat.HIERARCHICAL), placement=lower)
         if quality.admits(halved):
-            yield replace(
-                halved, weights=Weights(target_bits, draft_bits), speculation=Speculation(1, DraftCodes.UPPER)
-            )
+            yield replace(halved, weights=drafting, speculation=Speculation(1, DraftCodes.UPPER))
 
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
@@ -231,7 +242,7 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
         offload = question.options.offload and not fits_whole(question)
-        known = families(question.workload, offload=offload, quality=question.options.quality.loosest)
+        known = question_families(question, offload)
         searched = tuple(family for family in known if missing_cost_model(family.template, question.shape) is None)
         if question.engine is not None:  # whose times hold for no plan that it does not run
             searched = tuple(family for family in searched if question.unsupported(family.template) is None)
@@ -293,7 +304,7 @@ def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Que
 def named_plan(name: str, workload: Workload) -> Plan:
     """The preset, or the plan of the space with these axes in their long or short form. Raises PlanError."""
     if name not in PRESETS:
-        for family in families(workload, offload=True, quality=Quality.LOSSY):
+        for family in families(workload, offload=True, quality=Quality.LOSSY, stored=True):
             described = describe(family.template)
             if name.casefold() in (family.name.casefold(), described.casefold(), short_name(described)):
                 return family.template

@@ -80,18 +80,20 @@ def matrix_memory(shape: ModelShape, weight_bytes: Term) -> Term:
 
 
 def weight_memory(
-    shape: ModelShape, weight_bytes: Term, element_bytes: Term, head_bytes: Term = 0, separate_head: Term = 0
-) -> Term:
+    shape: ModelShape, weight_bytes: Term, element_bytes: Term, head_bytes: Term = 0, separate_head: Term = 0,
+    table_saved_bytes: Term = 0,
+) -> Term:  # fmt: skip
     """The target's weights: matrices at `weight_bytes` per parameter, all others as the checkpoint has them.
 
     The others are embeddings and the head, and routers and vectors, which are in full precision. Where
-    `separate_head` is 1 the head has `head_bytes` per parameter, and is no longer the embedding's table.
+    `separate_head` is 1 the head has `head_bytes` per parameter, and is no longer the embedding's table. That takes
+    `table_saved_bytes` less per parameter.
     """
     tables = ("embedding",) if shape.tied_embeddings else ("embedding", "head")
     others = shape.parameters - layer_parameters(shape) - len(tables) * shape.embedding_params
     full_bytes = {part: shape.weight_bits.full_bytes(part, element_bytes) for part in tables}
     head = separate_head * (head_bytes - full_bytes.get("head", 0))  # beyond what it takes in full precision
-    table_bytes = sum(full_bytes.values()) + head
+    table_bytes = sum(full_bytes.values()) + head - table_saved_bytes
     return matrix_memory(shape, weight_bytes) + others * element_bytes + shape.embedding_params * table_bytes
 
 
@@ -508,7 +510,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target.dense) * dense_copy(shape, element_bytes)
     splits = execution.choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
-    separate_head = strategy.target.head_bytes, 1 - strategy.target.head_dense
+    separate_head = strategy.target.head_bytes, 1 - strategy.target.head_dense, strategy.target.table_saved_bytes
     # Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head.
     streams = 1 + indicator(execution.CUDA_LARGE_GEMM_ROWS + 1, batch * strategy.max_queries)
     together = strategy.prompt_chunks.longest + strategy.appended_tokens

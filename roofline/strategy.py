@@ -53,6 +53,7 @@ class TargetStrategy(PassStrategy):
     """The target's pass: verification of a round's drafts, or a plain step."""
 
     budget: Term = UNLIMITED_TOKENS
+    table_saved_bytes: Term = 0  # per parameter of the embedding's table, less than in full precision
     selects: Term = 0  # each query attends to its own selection
     selected_before_pass: Term = 0  # the selection is known before the first layer
     shared_across_layers: Term = 0  # all layers attend to the same tokens

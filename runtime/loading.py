@@ -91,9 +91,9 @@ def load(
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     if place.type == "cpu":
         return_freed_memory()  # from now on, so that large activations leave no gaps in the heap
-    source = model_source(model, on_progress)
+    source = model_source(model, on_progress, stored=plan.weights.stored)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
-    if config.shape.states or config.shape.is_mla:
+    if config.shape.states or config.shape.is_mla or plan.weights.stored:
         require_executable(plan, config.shape)
     trained = _draft_head(plan, drafter_head, config)
     head = _head(plan, retrieval_head, config.shape, model, source)
@@ -137,7 +137,7 @@ def _require_described_memory(
         shape = as_loaded(load_shape(model))
     except ValueError:
         return  # not described here; once its configuration is there, memory is checked again
-    if shape.is_mla:
+    if shape.is_mla or plan.weights.stored:
         require_executable(plan, shape)
     require_memory(plan, shape, device, dtype, weights.bytes if weights else 0, share)
 

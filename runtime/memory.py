@@ -17,7 +17,7 @@ from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.heap import keep_freed_memory, return_freed_memory
-from ridgeplan.runtime.model.checkpoint import decoded_elements
+from ridgeplan.runtime.model.checkpoint import loaded_bytes
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -127,10 +127,10 @@ def require_weight_memory(
     """Raises WorkloadError if the weights in the folder `source` exceed what is free, before any of them is read.
 
     The sizes come from the weights' files, not from the configuration; 16-bit weights double if `dtype` is float32.
-    unpacked: as for `decoded_elements`.
+    unpacked: as for `loaded_bytes`.
     """
     available = _available(device, dtype, 0, 1.0)
-    needed_bytes = decoded_elements(source, shape, unpacked) * dtype.itemsize
+    needed_bytes = loaded_bytes(source, shape, unpacked, dtype)
     if available is not None and needed_bytes > available.memory_bytes:
         raise WorkloadError(
             f"the weights in {source} take {needed_bytes / 1e9:.1f} GB as {dtype} and "

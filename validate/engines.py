@@ -26,7 +26,7 @@ class SharedWeights:
     device: str | None = None
     calibration: Sequence[int] | None = None
     weights: DecoderWeights | None = None
-    format: tuple[int, int | None, bool] | None = None
+    format: tuple[int, int | None, bool, bool] | None = None
     dtype: torch.dtype | None = None
 
     @contextmanager

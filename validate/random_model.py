@@ -30,6 +30,7 @@ from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import DrafterKind, Plan
 from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.roofline.strategy import HEAD_VOCAB
+from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
@@ -276,7 +277,9 @@ class RandomModel:
 
     def target(self, plan: Plan) -> DecoderWeights:
         """The weights that the plan's verification reads; 4-bit ones have a dense head."""
-        if plan.weights.target_bits == 16:
+        if plan.weights.stored:
+            raise UnsupportedPlan("random weights are of no GGUF file; allowed: plans without stored weights")
+        if plan.weights.dense:
             return self.weights
         weights = self._quantized(WeightFormat(*plan.weights.target_format))
         return weights if plan.weights.target_bits == 8 else dataclasses.replace(weights, head=self.weights.head)

@@ -107,7 +107,7 @@ class _Lanes:
     plans: Sequence[Plan]
     options: RunOptions
     profile: Profile
-    weights: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
+    weights: dict[tuple[int, int | None, bool, bool], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
     freed_bytes: int = 0
 

@@ -66,7 +66,7 @@ def export_with_plugin(options: ServeCommandOptions) -> Exported:
 
 def weights_config(plan: Plan) -> dict[str, Any]:
     """What vLLM's `quantization_config` is told of the plan's weights."""
-    bits, group, hierarchical = plan.weights.target_format
+    bits, group, hierarchical, _ = plan.weights.target_format
     return {"quant_method": METHOD, "bits": bits, "group": group, "hierarchical": hierarchical}
 
 

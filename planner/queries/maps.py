@@ -32,7 +32,7 @@ from ridgeplan.planner.recommend import (
     unmeasured_spread,
     worth_offloading,
 )
-from ridgeplan.planner.search import Candidate, Family, families, family_of, named_plan, score_of, within_limit
+from ridgeplan.planner.search import Candidate, Family, family_of, named_plan, question_families, score_of, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
@@ -291,7 +291,7 @@ def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
         question.require_engine_runs(named_plan(preset, longest))
         return [family_of(preset, named_plan(preset, longest))]
     names = {family.name for family in executable_families(replace(question, workload=shortest))}
-    known = families(longest, offload=question.options.offload, quality=question.options.quality.loosest)
+    known = question_families(question, question.options.offload, longest)
     executable = [family for family in known if family.name in names]
     return sorted(executable, key=lambda family: preference(family.template))  # ties go to the first
 

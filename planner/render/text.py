@@ -112,6 +112,7 @@ def plain_words(plan: Plan) -> str:
     weights, speculation = plan.weights, plan.speculation
     clauses = [
         f"weights in {weights.target_bits} bits" if weights.target_bits < 16 else "",
+        "weights as the GGUF file stores them" if weights.stored else "",
         "the KV cache in 8 bits" if plan.kv.format.buffered else "",
         "a part of the prompt dropped from the KV cache" if plan.eviction.active else "",
         "the KV cache of some layers in the host's memory" if plan.placement.offload else "",

@@ -12,13 +12,13 @@ import mmap
 import re
 import stat
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.families import families
+from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, BadModelFile, ModelShape, WeightBits, mean_bits
 from ridgeplan.roofline.catalog.validation import brief
 
@@ -218,6 +218,7 @@ _SUPPORTED = {
     "gpt-oss": "gpt_oss", "qwen35": "qwen3_5_text",
 }  # fmt: skip
 KEPT_TYPE = 39  # MXFP4
+STORED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # whose weights may stay in `BLOCK_FORMATS`
 # Keys of a config.json by those of a GGUF file.
 _CONFIG_KEYS = {
     "num_hidden_layers": "block_count",
@@ -336,14 +337,22 @@ def keeps_experts(header: GGUFHeader) -> bool:
 
 def weight_bits_of(header: GGUFHeader) -> WeightBits:
     """The mean bits per weight of each part's tensors. Raises ValueError for a type that is not known."""
-
-    def matrices() -> Iterator[tuple[str, float, float]]:
-        for name, dimensions in header.tensors.items():
-            part = next((part for pattern, part in _MATRICES if pattern.fullmatch(name)), None)
-            if part and math.prod(dimensions):
-                yield part, math.prod(dimensions), gguf_bits(header.types[name])
-
-    return mean_bits(matrices(), "gguf")
+    matrices = [
+        (part, math.prod(dimensions), header.types[name])
+        for name, dimensions in header.tensors.items()
+        if (part := next((part for pattern, part in _MATRICES if pattern.fullmatch(name)), None))
+        and math.prod(dimensions)
+    ]
+    bits = mean_bits(((part, elements, gguf_bits(kind)) for part, elements, kind in matrices), "gguf")
+    stays = header.metadata.get("general.architecture") in STORED_ARCHITECTURES
+    if not stays or any(kind not in BLOCK_FORMATS for _, _, kind in matrices):
+        return bits
+    places = {"embedding": "embedding", "head": "head"}
+    held = mean_bits(
+        ((places.get(part, "mlp"), elements, BLOCK_FORMATS[kind].held_bits) for part, elements, kind in matrices),
+        "gguf",
+    )
+    return bits.with_stored({"layers": held.mlp, "embedding": held.embedding, "head": held.head})
 
 
 def _tensor(header: GGUFHeader, name: str) -> tuple[int, ...]:

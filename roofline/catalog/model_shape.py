@@ -15,6 +15,7 @@ from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
 from ridgeplan.roofline.catalog.validation import (
     Checked,
     brief,
+    build,
     flag,
     name_text,
     number,
@@ -49,11 +50,23 @@ def _bits() -> Any:
 
 
 @dataclass(frozen=True)
+class StoredBits(Checked):
+    """Bits per weight, scales included, of a GGUF file's blocks as products read them; 0 where none can.
+
+    layers: the mean over all matrices of the layers. head: the embedding's where both are one table.
+    """
+
+    layers: float = number(0, 64, default=0.0)
+    embedding: float = number(0, 64, default=0.0)
+    head: float = number(0, 64, default=0.0)
+
+
+@dataclass(frozen=True)
 class WeightBits(Checked):
     """Bits per weight of each part's matrices, with their scales and zeros.
 
     16 is any 16-bit type, which a machine holds in its own full precision: bf16 on a GPU, fp32 on a CPU. Vectors and
-    routers are in full precision in all formats.
+    routers are in full precision in all formats. stored: of plans whose weights stay as the file stores them.
     """
 
     attention: float = _bits()
@@ -62,6 +75,7 @@ class WeightBits(Checked):
     embedding: float = _bits()
     head: float = _bits()  # the embedding's where both are one table
     format: str = one_of(FORMATS, default="bf16")
+    stored: StoredBits = part(StoredBits)
 
     def full_bytes(self, part: str, element_bytes: float) -> float:
         """Bytes per weight of a part that no plan quantizes, on a machine with `element_bytes` per element."""
@@ -74,8 +88,8 @@ class WeightBits(Checked):
 
     @property
     def as_loaded(self) -> WeightBits:
-        """The bits of the weights once the runtime has loaded them."""
-        return WeightBits(format=self.format) if self.converted else self
+        """The bits of the weights once the runtime has loaded them, of plans that do not keep them as stored."""
+        return WeightBits(format=self.format, stored=self.stored) if self.converted else self
 
     @property
     def converted(self) -> bool:
@@ -87,9 +101,13 @@ class WeightBits(Checked):
         """Whether all parts are in full precision. No kernel was calibrated for others as they are stored."""
         return all(getattr(self, part) == FULL_BITS for part in PARTS)
 
+    def with_stored(self, bits: object) -> WeightBits:
+        """These with `StoredBits` as an object of JSON. Raises InvalidField."""
+        return replace(self, stored=build(StoredBits, bits, "stored bits: "))
+
     def tied(self) -> WeightBits:
         """These bits for a model whose output head is its embedding."""
-        return replace(self, head=self.embedding)
+        return replace(self, head=self.embedding, stored=replace(self.stored, head=self.stored.embedding))
 
 
 def format_of(method: str, bits: int, *, usual: bool) -> str:
@@ -111,7 +129,8 @@ def mean_bits(tensors: Iterable[tuple[str, float, float]], kind: str) -> WeightB
     for name, elements, bits in tensors:
         known_elements, known_bits = held.get(name, (0.0, 0.0))
         held[name] = known_elements + elements, known_bits + elements * bits
-    return WeightBits(**{part: bits / elements for part, (elements, bits) in held.items()}, format=kind)
+    means: dict[str, Any] = {name: bits / elements for name, (elements, bits) in held.items()}
+    return WeightBits(**means, format=kind)
 
 
 # What a model has that only matters to whoever executes it, or to its norms; `traits` of a shape lists some of these.

@@ -9,7 +9,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ridgeplan.roofline.catalog.layers import MLP, LayerGroup
-from ridgeplan.roofline.catalog.model_shape import FULL_BITS, MAX_BITS, ModelShape, WeightBits, format_of, mean_bits
+from ridgeplan.roofline.catalog.model_shape import (
+    FULL_BITS,
+    MAX_BITS,
+    PARTS,
+    ModelShape,
+    WeightBits,
+    format_of,
+    mean_bits,
+)
 from ridgeplan.roofline.catalog.validation import brief
 
 Config = Mapping[str, Any]
@@ -46,8 +54,10 @@ def weight_bits_of_config(config: Config, shape: ModelShape) -> WeightBits:
         raise ValueError(f"dtype {brief(dtype)} is not supported; supported: {allowed}")
     full_bits, quantization = DTYPE_BITS[dtype], config.get("quantization_config")
     if quantization is None:
-        parts = dict.fromkeys(("attention", "mlp", "experts", "embedding", "head"), full_bits)
+        parts: dict[str, Any] = dict.fromkeys(PARTS, full_bits)
         return WeightBits(**parts, format="float32" if dtype == "float32" else "bf16")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "gguf":  # as its conversion wrote it
+        return WeightBits(format="gguf").with_stored(quantization.get("bits"))
     method = _method(quantization)
     scheme = _METHODS[method](quantization)
     ignored = _Patterns(scheme.ignored)

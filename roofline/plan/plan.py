@@ -163,17 +163,27 @@ class Workload(PlanPart):
 class Weights(PlanPart):
     """Bits of the target's weights and of the draft's; 16 means the machine's full precision.
 
-    Drafts in 4 bits of an 8-bit target read the upper plane of the target's own weights: there is one copy.
+    Drafts in 4 bits of an 8-bit target read the upper plane of the target's own weights: there is one copy. stored: the
+    target's weights are those of a GGUF file, read as it stores them.
     """
 
     target_bits: int = check.one_of((16, 8, 4), default=16)
     draft_bits: int = check.one_of((16, 8, 4), default=16)
     group: int = _group()  # parameters that share a scale and a minimum, along the input dimension
+    stored: bool = check.flag(False)
 
     def _contradiction(self) -> str | None:
+        if self.stored and (self.target_bits, self.draft_bits) != (16, 16):
+            bits = f"target_bits is {self.target_bits} and draft_bits {self.draft_bits}"
+            return f"{bits} where stored is true; allowed: 16, as drafts read the target's weights"
         if self.draft_bits in (self.target_bits, 4):
             return None
         return f"draft_bits is {self.draft_bits}; allowed: 4, or {self.target_bits} as target_bits"
+
+    @property
+    def dense(self) -> bool:
+        """Whether the target's weights are in the machine's full precision."""
+        return self.target_bits == 16 and not self.stored
 
     @property
     def draft_differs(self) -> bool:
@@ -191,9 +201,12 @@ class Weights(PlanPart):
         return self.draft_differs and not self.hierarchical
 
     @property
-    def target_format(self) -> tuple[int, int | None, bool]:
-        """Bits and group of the target's weights, and whether they are hierarchical; plans with the same share them."""
-        return self.target_bits, None if self.target_bits == 16 else self.group, self.hierarchical
+    def target_format(self) -> tuple[int, int | None, bool, bool]:
+        """Bits and group of the target's weights, and whether they are hierarchical, or as stored.
+
+        Plans with the same share them.
+        """
+        return self.target_bits, None if self.target_bits == 16 else self.group, self.hierarchical, self.stored
 
     @property
     def quantized(self) -> bool:
@@ -540,7 +553,7 @@ class Plan(PlanPart):
         """The plan as plain JSON values, with its schema version first.
 
         Plans for a single GPU have no degrees but `tensor_parallel`, which all plans have had beside their axes. Those
-        without a trained head, or without rows of drafters, do not name one.
+        without a trained head, without rows of drafters, or without stored weights do not name any.
         """
         values = asdict(self)
         if self.parallel == SINGLE:
@@ -548,6 +561,8 @@ class Plan(PlanPart):
         for path in ("drafter_head", "drafter_rows"):
             if not values["workload"][path]:
                 del values["workload"][path]
+        if not self.weights.stored:
+            del values["weights"]["stored"]
         return {"schema": SCHEMA, **values, "tensor_parallel": self.parallel.tensor}
 
     def to_json(self, indent: int | None = 2) -> str:

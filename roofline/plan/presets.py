@@ -57,6 +57,7 @@ def describe(plan: Plan) -> str:
     speculation = plan.speculation
     words = [
         f"{plan.weights.target_bits}-bit weights" if plan.weights.target_bits != 16 else "",
+        "stored weights" if plan.weights.stored else "",
         f"{KV_NAMES[plan.kv.format]} KV" if plan.kv.format.quantized else "",
         plan.eviction.policy + (" in chunks" if plan.eviction.chunk else "") if plan.eviction.active else "",
         OFFLOADED[plan.placement.part] if plan.placement.offload else "",
@@ -77,7 +78,7 @@ ABBREVIATIONS = (
     (r"(\d+)-bit drafts(.*)", r"drafts\2/w\1"), (r"(\d+)-bit weights", r"w\1"), (" of tokens chosen by ", ":"),
     ("target on tokens chosen by ", "target:"), ("drafts on tokens chosen by ", "full:"),
     ("drafts on upper codes", "upper"), ("drafts", "full"), (" lower codes", "-lower"), (" in chunks", "-chunks"),
-    (" KV", ""), ("INT", "int"), ("BF", "bf"), (r" \+ ", "+"),
+    (" KV", ""), (" weights", ""), ("INT", "int"), ("BF", "bf"), (r" \+ ", "+"),
 )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ def family_key(plan: Plan) -> tuple[object, ...]:
     return (
         plan.weights.target_bits,
         plan.weights.draft_bits,
+        plan.weights.stored,
         plan.kv.format,
         plan.eviction.policy,
         plan.eviction.chunk > 0,

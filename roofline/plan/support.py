@@ -8,7 +8,7 @@ from enum import StrEnum
 from ridgeplan.roofline.catalog.families import executable_architectures
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
-from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, loaded_formats
+from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, StoredBits, loaded_formats
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.engine import EAGLE3_MEASURED
@@ -32,6 +32,7 @@ class Backend(StrEnum):
     SGLANG = "sglang"
 
 
+STORED_WEIGHTS = "weights as a GGUF file stores them"
 ENGINE_FORMATS = (KVFormat.FULL, KVFormat.INT8)  # caches that other engines have a counterpart of: fp8 for INT8
 
 
@@ -58,6 +59,7 @@ def not_carried(plan: Plan, shape: ModelShape) -> str | None:
     checks = {
         f"{weights.target_bits}-bit weights made of a checkpoint in {held.format}": weights.target_bits < 16
         and not held.full,
+        STORED_WEIGHTS: weights.stored,
         "second copy of the weights for drafts": drafts and weights.draft_copy,
         f"{kv.format.value} KV": kv.format is KVFormat.SHADOW,
         f"KV in groups of {kv.group}": coded and kv.group != PLUGIN_GROUP,
@@ -90,6 +92,7 @@ def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:
     bits, held = plan.weights.target_bits, shape.weight_bits
     checks = {
         f"{bits}-bit weights made of a checkpoint in {held.format}": bits == 4 or (bits == 8 and not held.full),
+        STORED_WEIGHTS: plan.weights.stored,
         f"eviction {plan.eviction.policy!r}": plan.eviction.active,
         "offload of a running sequence's KV": plan.placement.offload,
         f"target selection {plan.attention.selection.name!r}": plan.attention.active,
@@ -130,6 +133,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     softmax = next((need for need in OTHER_SOFTMAX if shape and need in shape.traits), None)
     checks = {
         f"eviction {plan.eviction.policy!r}": evicting and not evicting.executable,
+        **_missing_of_stored(plan, shape),
         **_missing_offload(plan),
         f"target selection {plan.attention.selection.name!r}": target and not target.executable,
         f"draft selection {drafts.name!r}": not drafts.executable,
@@ -163,6 +167,20 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         and plan.eviction.chunk_at(plan.workload.context),
     }
     return [name for name, missing in checks.items() if missing]
+
+
+def _missing_of_stored(plan: Plan, shape: ModelShape | None) -> dict[str, object]:
+    """What plans with stored weights lack: a file of such, and the dense embedding that trained heads read."""
+    if not plan.weights.stored:
+        return {}
+    trained = plan.speculation.drafter.trained or any(
+        selection.needs_head for selection in (plan.speculation.selection, plan.attention.selection)
+    )
+    name = f"{STORED_WEIGHTS}, of {shape.name} (its file stores {shape.weight_bits.format})" if shape else ""
+    return {
+        name: shape and not shape.weight_bits.stored.layers,
+        f"a trained head beside {STORED_WEIGHTS}": trained,
+    }
 
 
 def _keeps_plain_kv(plan: Plan) -> bool:
@@ -324,7 +342,8 @@ def as_loaded(shape: ModelShape) -> ModelShape:
     head_dim = padded_head_dim(shape.head_dim)
     if shape.is_mla or head_dim == shape.head_dim or shape.architecture not in executable_architectures():
         return shape
-    return replace(shape, head_dim=head_dim, groups=tuple(map(_with_padded_heads, shape.groups)))
+    bits = replace(shape.weight_bits, stored=StoredBits())  # blocks have no room for zeros between channels
+    return replace(shape, head_dim=head_dim, groups=tuple(map(_with_padded_heads, shape.groups)), weight_bits=bits)
 
 
 def _with_padded_heads(group: LayerGroup) -> LayerGroup:
@@ -347,7 +366,9 @@ def swaps_draft_weights(plan: Plan) -> bool:
 
 
 def missing_cost_model(plan: Plan, shape: ModelShape) -> str | None:
-    """Why the cost model does not cover the plan's policies for this model; None if it does."""
+    """Why the cost model does not cover the plan's policies or weights for this model; None if it does."""
+    if plan.weights.stored and not shape.weight_bits.stored.layers:
+        return f"{STORED_WEIGHTS} are planned, and {shape.name} has none; allowed: a file of types that products read"
     kinds = (EVICTIONS.get(plan.eviction.policy), plan.attention.selection, plan.speculation.selection)
     unsupported = next((kind.name for kind in kinds if kind and not kind.supports_mla), None)
     if not (shape.is_mla and unsupported):

@@ -16,6 +16,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
+from ridgeplan.kernels.linear.gguf import GgufWeight, stacked
 from ridgeplan.kernels.linear.weights import Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.roofline.catalog.families import INNER_TYPES, NORM_NAMES, PARALLEL, executable_architectures, families
@@ -29,7 +30,7 @@ from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.gguf import MANIFEST
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
-from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear, Mxfp4
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear, Mxfp4, Stored
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, Norm, ParallelNorm, RMSNorm
 from ridgeplan.runtime.model.packed_weights import StoredTensors
 from ridgeplan.runtime.model.weights import (
@@ -68,11 +69,19 @@ class StateDict:
 
     def ends(self, device: torch.device) -> DecoderWeights:
         """The embedding, the last norm and the head on `device`, without layers."""
-        embedding = _copied(self.tensors.pop("model.embed_tokens.weight"), device)
+        table = self.tensors.pop("model.embed_tokens.weight")
         head = self.tensors.pop("lm_head.weight", None)
-        head_weight = embedding if self.config.shape.tied_embeddings or head is None else _copied(head, device)
+        head = table if self.config.shape.tied_embeddings or head is None else head
         layout = self.config.checkpoint
         norm = stream_norm(layout, self.tensors.pop, "model.norm", device, layout.logit_scale)
+        if isinstance(table, GgufWeight):
+            assert isinstance(self.tensors, StoredTensors) and isinstance(head, GgufWeight), "a converted folder"
+            empty = torch.empty(0, table.inputs, dtype=self.tensors.dtype, device=device)
+            placed = table.with_parts(lambda part: part.to(device))
+            own = placed if head is table else head.with_parts(lambda part: part.to(device))
+            return self._finite(DecoderWeights(empty, (), norm, Stored((own,)), layout.logit_cap, placed))
+        embedding = _copied(table, device)
+        head_weight = embedding if head is table else _copied(head, device)
         return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight), layout.logit_cap))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
@@ -84,7 +93,11 @@ class StateDict:
     def _finite(self, part: Part) -> Part:
         for tensor in tensors_of(part):
             # The extremes show it without a copy of the tensor.
-            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            if (
+                tensor.is_floating_point()
+                and tensor.numel()
+                and not torch.stack(torch.aminmax(tensor)).isfinite().all()
+            ):
                 raise ModelError(
                     f"the checkpoint {self.source} holds weights that are NaN or infinite as {tensor.dtype}"
                 )
@@ -337,15 +350,22 @@ def _joined(first: Dense, second: Dense) -> Dense:
     return Dense(torch.cat([first.weight, second.weight]), bias)
 
 
-def _fused(take: Take, device: torch.device, *names: str, whole: str = "") -> Dense:
-    """One layer of several projections of the same input, which a checkpoint may hold as one by the name `whole`."""
+def _fused(take: Take, device: torch.device, *names: str, whole: str = "") -> Any:
+    """One layer of several projections of the same input, which a checkpoint may hold as one by the name `whole`.
+
+    `Dense`, or `Stored` where the weights are as a GGUF file stores them.
+    """
     fused = take(f"{whole}.weight", None) if whole else None
     if fused is not None:
         names = (whole,)
-    weight = torch.cat([take(f"{name}.weight") for name in names]) if fused is None else fused
+    weights = [take(f"{name}.weight") for name in names] if fused is None else [fused]
     biases = [take(f"{name}.bias", None) for name in names]
     present = [bias for bias in biases if bias is not None]
-    return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
+    bias = torch.cat(present).to(device) if present else None
+    if isinstance(weights[0], GgufWeight):
+        return Stored(tuple(weight.with_parts(lambda part: part.to(device)) for weight in stacked(weights)), bias)
+    weight = torch.cat(weights) if fused is None else fused
+    return Dense(weight.to(device), bias)
 
 
 def _placed(qkv: Dense, attention: Attention, heads: HeadLayout) -> Dense:
@@ -547,16 +567,19 @@ def checkpoint_elements(source: str) -> int:
         return sum(map(math.prod, _tensor_sizes(source)))
 
 
-def decoded_elements(source: str, shape: ModelShape, unpacked: bool) -> int:
-    """Elements that are held at once while the checkpoint loads. Raises ModelError.
+def loaded_bytes(source: str, shape: ModelShape, unpacked: bool, dtype: torch.dtype) -> int:
+    """Bytes that are held at once while the checkpoint loads in `dtype`. Raises ModelError.
 
     A packed checkpoint needs one layer, the embedding and the head in full precision, or the whole model if `unpacked`
-    is set. Any other checkpoint needs everything that the folder holds.
+    is set. Any other checkpoint needs everything that the folder holds, of a GGUF file that is kept in its own bytes.
     """
+    if shape.weight_bits.stored.layers:
+        with _reading(source):
+            return sum(path.stat().st_size for path in _weight_files(Path(source)))
     if shape.weight_bits.format not in PACKED_FORMATS:
-        return checkpoint_elements(source)
+        return checkpoint_elements(source) * dtype.itemsize
     tables = shape.embedding_params * (1 if shape.tied_embeddings else 2)
-    return shape.parameters if unpacked else tables + (shape.parameters - tables) // shape.layers
+    return dtype.itemsize * (shape.parameters if unpacked else tables + (shape.parameters - tables) // shape.layers)
 
 
 def _require_layers(source: str, layers: int) -> None:

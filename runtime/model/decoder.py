@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.experts import SWIGLU, Activation
@@ -159,7 +158,7 @@ class Decoder:
         observer: StreamObserver | None = None,
     ) -> Tensor:
         """Logits [rows, queries, vocab] of tokens [rows, queries], whose KV enters the cache."""
-        hidden, update = functional.embedding(tokens, weights.embedding), None
+        hidden, update = weights.embedded(tokens), None
         states = cache.states
         step = Step(cache, metadata, self.rotary(metadata.positions), None if states is None else cache.accepted)
         for index, layer in enumerate(weights.layers):

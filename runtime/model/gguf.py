@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -34,7 +34,13 @@ from ridgeplan.roofline.catalog.gguf import (
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 from ridgeplan.runtime.heap import call_with_separate_heap
-from ridgeplan.runtime.model.gguf_tensors import hub_config, hub_tensors, hybrid_tensors
+from ridgeplan.runtime.model.gguf_tensors import (
+    hub_config,
+    hub_tensors,
+    hybrid_tensors,
+    stored_config,
+    stored_tensors,
+)
 from ridgeplan.runtime.progress import OnProgress, silent
 
 CONVERSION = "5"  # part of the folder's name: a change of what is written makes a new folder
@@ -42,34 +48,64 @@ MANIFEST = "conversion.json"  # sizes, times and CRC-32 of the files that a fini
 CONTENTS = ".contents"  # the folder of the names that the contents of files have
 NAME = re.compile(r"\w[\w.-]*-[0-9a-f]{16}", flags=re.ASCII)
 LOCK = ".lock"
+STORED = "-stored"  # ends the names of folders whose matrices are as the file stores them
 STAGING = ".converting-"  # the names of folders that are not complete begin with it
 FLOAT32_BYTES = 4
+LARGER_STORED = 1.03  # of 4-bit blocks, whose scales of 6 bits take 8
 BLOCK_BYTES = 1 << 20  # read at once for a checksum
 
 
-def converted(path: Path, on_progress: OnProgress = silent) -> Path:
+class NoRoom(ModelError):
+    """Too little memory or disk for a conversion."""
+
+
+def converted(path: Path, on_progress: OnProgress = silent, *, stored: bool = False) -> Path:
     """The safetensors folder of the GGUF file `path`, converted now unless it is cached whole.
 
     Files of the same content share a folder. It appears under its name only when it is complete; one of which a file
     was lost or changed is made again. Two processes that want the same file convert it once, and what a killed one left
-    is removed by the next. on_progress: is called with the stage, and the parts of it that are done. Raises ModelError
-    for a file that is truncated, corrupt, a pipe or a device, or of an architecture that transformers cannot read, for
-    too little memory or disk, and for a cache that cannot be written.
+    is removed by the next. stored: matrices stay as the file stores them, else they are decoded to float32.
+    on_progress: is called with the stage, and the parts of it that are done. Raises ModelError for a file that is
+    truncated, corrupt, a pipe or a device, or of an architecture that transformers cannot read, for too little memory
+    or disk, and for a cache that cannot be written.
     """
     models = cache_folder() / "models"
     try:
-        folder = models / _name(path, models / CONTENTS, on_progress)
+        folder = _folder(models, _name(path, models / CONTENTS, on_progress), stored)
         if _is_whole(folder):
             _remove_leftovers(models)
             return folder
         with _locked(folder):
             if not _is_whole(folder):  # another process may have finished meanwhile
-                _require_room(path, models)
-                call_with_separate_heap(lambda: _convert_into(path, folder, on_progress), torch.device("cpu"))
+                _require_room(path, models, stored)
+                convert = _convert_stored if stored else _convert
+                call_with_separate_heap(lambda: _convert_into(path, folder, convert, on_progress), torch.device("cpu"))
     except (OSError, SafetensorError) as error:  # a full disk is the latter
         where, reason = f"{models}, under $XDG_CACHE_HOME or ~/.cache", getattr(error, "strerror", None)
         raise ModelError(f"cannot write the converted model to {where}: {reason or one_line(error)}") from error
     return folder
+
+
+def described(path: Path, on_progress: OnProgress = silent) -> Path:
+    """A folder with the configuration and the tokenizer of the GGUF file `path`, whatever its weights are.
+
+    It is a cached one, else that of decoded weights, or of stored ones where there is no room to decode them. Raises
+    ModelError.
+    """
+    models = cache_folder() / "models"
+    with contextlib.suppress(OSError):
+        name = _name(path, models / CONTENTS, on_progress)
+        cached = next((stored for stored in (False, True) if _is_whole(_folder(models, name, stored))), None)
+        if cached is not None:
+            return _folder(models, name, cached)
+    try:
+        return converted(path, on_progress)
+    except NoRoom:
+        return converted(path, on_progress, stored=True)
+
+
+def _folder(models: Path, name: str, stored: bool) -> Path:
+    return models / (f"{name}{STORED}" if stored else name)
 
 
 def _name(path: Path, names: Path, on_progress: OnProgress) -> str:
@@ -152,12 +188,16 @@ def _checksum(path: Path, modified_ns: int, inode: int) -> int:
     return checksum
 
 
-def _require_room(path: Path, cache: Path) -> None:
-    """Raises ModelError where the decoded weights fit neither memory nor disk, before any of them is read."""
-    needed_bytes = _decoded_bytes(path)
-    for what, free_bytes in (("memory", available_bytes()), ("disk", shutil.disk_usage(cache).free)):
+def _require_room(path: Path, cache: Path, stored: bool) -> None:
+    """Raises ModelError where the weights fit neither memory nor disk, before any of them is read.
+
+    Those that stay as they are stored are in memory a layer at a time.
+    """
+    needed_bytes = path.stat().st_size * LARGER_STORED if stored else _decoded_bytes(path)
+    memory_bytes = None if stored else available_bytes()
+    for what, free_bytes in (("memory", memory_bytes), ("disk", shutil.disk_usage(cache).free)):
         if free_bytes is not None and needed_bytes > free_bytes:
-            raise ModelError(
+            raise NoRoom(
                 f"converting {path} takes {needed_bytes / 1e9:.1f} GB of {what} and {free_bytes / 1e9:.1f} GB are "
                 "free; allowed: a smaller model, or a safetensors folder"
             )
@@ -179,12 +219,14 @@ def _decoded_bytes(path: Path) -> float:
     )
 
 
-def _convert_into(path: Path, folder: Path, on_progress: OnProgress) -> None:
+def _convert_into(
+    path: Path, folder: Path, convert: Callable[[Path, Path, OnProgress], None], on_progress: OnProgress
+) -> None:
     """Writes to a staging folder and renames it over any damaged one."""
     staging = folder.with_name(f"{STAGING}{folder.name}")
     staging.mkdir()
     try:
-        _convert(path, staging, on_progress)
+        convert(path, staging, on_progress)
         written = [(file, file.stat()) for file in staging.iterdir()]
         files = {
             file.name: (at.st_size, at.st_mtime_ns, _checksum(file, at.st_mtime_ns, at.st_ino)) for file, at in written
@@ -198,17 +240,7 @@ def _convert_into(path: Path, folder: Path, on_progress: OnProgress) -> None:
 
 def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
     """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
-    # transformers would also read configurations beside the file, which may not be its own and may name Python to run.
-    folder = staging / "alone"
-    folder.mkdir()
-    link = folder / "model.gguf"
-    link.symlink_to(path.resolve())
-    where: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(folder),
-        "gguf_file": link.name,
-        "trust_remote_code": False,  # left out, transformers asks on stdin
-    }
-    with failures_as(f"cannot read the GGUF file {path}"), _read_once(path, on_progress) as header:
+    with _alone(path, staging) as (link, where), _reading(path, on_progress) as header:
         if header.metadata["general.architecture"] == "gpt-oss":
             config, tensors = transformers.GptOssConfig(**hub_config(header)), hub_tensors(link, header)
         elif header.metadata["general.architecture"] == "qwen35":
@@ -220,14 +252,60 @@ def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
                 experts = header.metadata["qwen3moe.expert_feed_forward_length"]
                 config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
             tensors = _tensors(link, config)
-        with quiet_rust():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        tokenizer = _tokenizer(where)
     on_progress("writing the decoded weights, once", len(tensors), len(tensors))
-    shutil.rmtree(folder)
-    with quiet_transformers():
-        config.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+    _save_model(config, tokenizer, staging)
     save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
+
+
+def _convert_stored(path: Path, staging: Path, on_progress: OnProgress) -> None:
+    """Writes config, tokenizer and weights as the file stores them, a file for each layer."""
+    places: dict[str, str] = {}
+    with _alone(path, staging) as (link, where), _reading(path, on_progress) as header:
+        config, tokenizer = transformers.AutoConfig.from_pretrained(**where), _tokenizer(where)
+        config.update(stored_config(header))
+        layers = shape_of_header(header, path).layers
+        for index, tensors in enumerate(stored_tensors(link, header)):
+            on_progress("copying the stored weights, once", index, layers + 1)
+            name = f"model-{index:05}.safetensors"
+            save_file(tensors, staging / name, metadata={"format": "pt"})
+            places |= dict.fromkeys(tensors, name)
+    _save_model(config, tokenizer, staging)
+    index_text = json.dumps({"metadata": {}, "weight_map": places})
+    (staging / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _alone(path: Path, staging: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A link to the file in a folder of its own, which goes after the body, and what transformers' readers take of it.
+
+    They would also read configurations beside it, which may not be its own and may name Python to run.
+    """
+    folder = staging / "alone"
+    folder.mkdir()
+    link = folder / "model.gguf"
+    link.symlink_to(path.resolve())
+    # Without trust_remote_code transformers asks on stdin.
+    yield link, {"pretrained_model_name_or_path": str(folder), "gguf_file": link.name, "trust_remote_code": False}
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, on_progress: OnProgress) -> Iterator[GGUFHeader]:
+    """The header, as `_read_once`. Raises ModelError, one line that names the file."""
+    with failures_as(f"cannot read the GGUF file {path}"), _read_once(path, on_progress) as header:
+        yield header
+
+
+def _tokenizer(where: dict[str, Any]) -> Any:
+    with quiet_rust():
+        return transformers.AutoTokenizer.from_pretrained(**where)
+
+
+def _save_model(config: Any, tokenizer: Any, folder: Path) -> None:
+    with quiet_transformers():
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""gpt-oss and Qwen3.5 in GGUF files: tensors under transformers' names, experts in MXFP4 as they are stored.
+"""Tensors of GGUF files under transformers' names: of gpt-oss, of Qwen3.5, and of models that stay as they are stored.
 
 Of gpt-oss transformers knows neither the names of the experts' tensors that llama.cpp writes nor their blocks. A block
 of a GGUF file has its power of two ahead of 16 bytes, each of a number and the one 16 after it (block_mxfp4 of
@@ -11,7 +11,9 @@ Qwen3.5 it reads only with another package, accelerate. llama.cpp's converter ad
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ import gguf
 import torch
 from torch import Tensor
 
-from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, GGUFHeader, config_of_header, keeps_experts
+from ridgeplan.kernels.linear.gguf import gguf_weight
+from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, GGUFHeader, config_of_header, keeps_experts, weight_bits_of
+from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.roofline.catalog.layers import State
+from ridgeplan.runtime.model.packed_weights import stored_name
 
 BLOCK_BYTES = 17
 REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -35,10 +40,11 @@ DELTA = {
     "attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_alpha": "in_proj_a", "ssm_beta": "in_proj_b",
     "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj", "ssm_dt": "dt_bias", "ssm_a": "A_log",
 }  # fmt: skip
-HYBRID = LAYER | {name: f"linear_attn.{ours}" for name, ours in DELTA.items()} | {
+DENSE = LAYER | {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+HYBRID = DENSE | {name: f"linear_attn.{ours}" for name, ours in DELTA.items()}
 BARE = ("attn_sinks", "ssm_dt", "ssm_a")  # tensors that transformers' names call neither weight nor bias
 
 
@@ -94,6 +100,58 @@ def hybrid_tensors(path: Path, state: State, layers: int) -> dict[str, Tensor]:
             tensor = (-tensor).log()
         tensors[name] = tensor[:, None] if part == "conv1d" else tensor
     return tensors
+
+
+SECOND_NORM = {"ffn_norm": "post_attention_layernorm"}
+SANDWICH_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def stored_config(header: GGUFHeader) -> dict[str, Any]:
+    """What a configuration says of weights that `stored_tensors` keeps, for `weight_bits_of_config`."""
+    return {"quantization_config": {"quant_method": "gguf", "bits": asdict(weight_bits_of(header).stored)}}
+
+
+def stored_tensors(path: Path, header: GGUFHeader) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a dense model's file, layer by layer: matrices as they are stored, the others in float32.
+
+    The matrices must be of `BLOCK_FORMATS`, whose parts have the names of `stored_name`. llama.cpp's converter makes
+    neighbours of the halves of a rotary pair in Llama's queries and keys, and adds 1 to Gemma's weights of norms.
+    """
+    architecture = str(header.metadata["general.architecture"])
+    keys = config_of_header(header)
+    q_heads = keys["num_attention_heads"] if architecture == "llama" else None
+    heads = {"q_proj": q_heads, "k_proj": q_heads and keys.get("num_key_value_heads", q_heads)}
+    gemma = architecture == "gemma3"
+    names = DENSE | (SANDWICH_NORMS if gemma else SECOND_NORM)
+    read = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name != ROPE_FACTORS]
+    for _, layer in groupby(sorted(read, key=_layer_of), key=_layer_of):
+        tensors: dict[str, Tensor] = {}
+        for tensor in layer:
+            name = _hub_name(tensor.name, names)
+            count = heads.get(name.split(".")[-2])
+            if tensor.tensor_type not in BLOCK_FORMATS:
+                dense = _dequantized(tensor) - int(gemma and name.endswith("norm.weight"))
+                tensors[name] = dense if count is None else _halves_apart(dense, count)
+                continue
+            weight = gguf_weight(int(tensor.tensor_type), torch.tensor(tensor.data))
+            for part, values in weight.parts.items():
+                ordered = values if count is None else _halves_apart(values, count)
+                tensors[stored_name(name, weight.kind, part)] = ordered.contiguous()
+        yield tensors
+
+
+def _layer_of(tensor: Any) -> int:
+    """The number of a tensor's layer; -1 for the others."""
+    return int(tensor.name.split(".")[1]) if tensor.name.startswith("blk.") else -1
+
+
+def _halves_apart(rows: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys whose rotary pairs are neighbours, with the first halves of all pairs ahead."""
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _grouped(rows: Tensor, state: State) -> Tensor:

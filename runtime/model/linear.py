@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.layer import swiglu
-from ridgeplan.kernels.linear import linear_dense, linear_quantized
+from ridgeplan.kernels.linear import linear_dense, linear_gguf, linear_quantized
+from ridgeplan.kernels.linear.gguf import GgufWeight
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
 
@@ -145,6 +146,29 @@ class Mxfp4:
     def bytes(self) -> int:
         """Storage of codes, scales and the bias."""
         return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """y = x W^T + bias with weights as a GGUF file stores them, which no plan quantizes again.
+
+    weights: one below the other, as projections that are fused may be of several types.
+    """
+
+    weights: tuple[GgufWeight, ...]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        if len(self.weights) == 1:
+            return linear_gguf(x, self.weights[0], self.bias, gated=gated)
+        out = torch.cat([linear_gguf(x, weight) for weight in self.weights], dim=-1)
+        out = out if self.bias is None else out.add_(self.bias)
+        return swiglu(out) if gated else out
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales, minima and the bias."""
+        return sum(weight.bytes for weight in self.weights) + (0 if self.bias is None else self.bias.nbytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,7 @@
 """Checkpoints that are read tensor by tensor; packed weights (GPTQ, AWQ, compressed-tensors, FP8) are decoded.
 
+Those of a GGUF file that its conversion kept as they are stored stay so.
+
 Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Models
 in other layouts and sizes are refused by their configuration (`DECODED_BITS` of roofline/catalog/model_shape.py).
 Layouts are those that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publish.
@@ -16,6 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ridgeplan.kernels.linear.gguf import PARTS, GgufWeight
+from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.errors import ModelError, failures_as
 
@@ -151,14 +155,18 @@ class StoredTensors:
                     f"in the checkpoint {self.source} the weight {name} is {list(tensor.shape)}; its config.json needs "
                     f"{list(sizes)}"
                 )
-            return tensor if tensor.dtype == torch.uint8 else tensor.to(self.dtype)
+            return tensor if isinstance(tensor, GgufWeight) or tensor.dtype == torch.uint8 else tensor.to(self.dtype)
         if default:
             return default[0]
         raise ModelError(f"the checkpoint {self.source} lacks the weight {name}")
 
     pop = get  # nothing is cached that could be dropped
 
-    def _tensor(self, name: str) -> Tensor | None:
+    def _tensor(self, name: str) -> Tensor | GgufWeight | None:
+        kind = next((kind for kind in BLOCK_FORMATS if stored_name(name, kind, "scales") in self.files), None)
+        if kind is not None:
+            names = {part: stored_name(name, kind, part) for part in PARTS}
+            return GgufWeight(kind, **{part: self._read(each) for part, each in names.items() if each in self.files})
         module, _, last = name.rpartition(".")
         method = self.settings.get("quant_method", "")
         decode, marks = DECODERS.get(method, (decode_fp8, ()))  # others stay as they are stored
@@ -173,6 +181,11 @@ class StoredTensors:
         """A copy, which does not keep the whole file mapped."""
         with failures_as(f"cannot load the model {self.source}"), safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name).clone()
+
+
+def stored_name(name: str, kind: int, part: str) -> str:
+    """The tensor of one of the `PARTS` of a weight that a GGUF file stores in type `kind`."""
+    return f"{name}.{kind}.{part}"
 
 
 def expected_sizes(shape: ModelShape, name: str = "") -> dict[str, tuple[int, int]]:

@@ -126,7 +126,7 @@ def prefill_all(
         text = torch.cat([prompt[start:stop], appended]) if any(evicting) else prompt[start:stop]
         position = _common_position(fills, stop)
         hidden, parts = hidden_rows[: len(text)], Parts(stop - start, len(text), chunk_tokens, position - stop)
-        torch.index_select(weights.embedding, 0, text, out=hidden)
+        weights.embed(text, hidden)
         buffers = replace(chunk_buffers, tokens=len(text))
         chunk = _ChunkPass(decoder, buffers, parts, start, destinations, fills, kept_layers, whole)
         observing = [(each.observer, each.row) for each in destinations if each.observer is not None]

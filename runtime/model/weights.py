@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.linear import gguf_rows
+from ridgeplan.kernels.linear.gguf import GgufWeight
 from ridgeplan.kernels.state import DeltaVectors, delta_step, gated_rms_norm
 from ridgeplan.roofline.catalog.layers import Attention
-from ridgeplan.runtime.model.linear import Int4, Int8, Linear
+from ridgeplan.runtime.model.linear import Int4, Int8, Linear, Stored
 from ridgeplan.runtime.model.norms import Norm, RMSNorm
 
 if TYPE_CHECKING:
@@ -217,23 +219,39 @@ def _normed(norm: Norm | None, update: Tensor) -> Tensor:
 class WeightFormat:
     """Bits of projections, inputs per scale where they are codes, and whether upper planes were fitted for drafts.
 
-    The fields are in the order of a plan's `Weights.target_format`.
+    stored: projections are as a GGUF file stores them. The fields are in the order of a plan's `Weights.target_format`.
     """
 
     bits: int = 16
     group: int | None = None
     hierarchical: bool = False
+    stored: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderWeights:
-    """All weights; `head` may share the embedding's storage. logit_cap: c of c tanh(logits / c)."""
+    """All weights; `head` may share the embedding's storage. logit_cap: c of c tanh(logits / c).
+
+    embedding: [vocab, hidden]; without rows where `table` holds it as a GGUF file stores it.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Norm
     head: Linear
     logit_cap: float | None = None
+    table: GgufWeight | None = None
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding [..., hidden] for tokens [...]."""
+        rows = self.embedding.new_empty(tokens.numel(), self.embedding.shape[1])
+        return self.embed(tokens.flatten(), rows).view(*tokens.shape, -1)
+
+    def embed(self, tokens: Tensor, out: Tensor) -> Tensor:
+        """Writes the rows for tokens [count] into out [count, hidden], and returns it."""
+        if self.table is not None:
+            return gguf_rows(self.table, tokens, out)
+        return torch.index_select(self.embedding, 0, tokens, out=out)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits [..., vocab] of the last norm's output [..., hidden], soft-capped in some families."""
@@ -244,6 +262,8 @@ class DecoderWeights:
     def format(self) -> WeightFormat:
         """The format of the first projection."""
         first = self.layers[0].mixer.projections[0]
+        if isinstance(first, Stored):
+            return WeightFormat(stored=True)
         if isinstance(first, Int8):
             return WeightFormat(8, first.weight.group, first.hierarchical)
         return WeightFormat(4, first.weight.group) if isinstance(first, Int4) else WeightFormat()

@@ -51,7 +51,7 @@ class InflatedModel:
     shape: ModelShape
     function: ModelShape
     device: torch.device
-    targets: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
+    targets: dict[tuple[int, int | None, bool, bool], DecoderWeights] = field(default_factory=dict)
 
     @classmethod
     def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:

@@ -302,7 +302,7 @@ class _Run:
         if options.tasks:
             _ = self._maker.frame  # a chat template that cannot be used is refused before anything is measured
         self._rows = {row.cell: row for row in known}
-        self._weights: dict[tuple[int, int | None, bool], DecoderWeights] = {}
+        self._weights: dict[tuple[int, int | None, bool, bool], DecoderWeights] = {}
         self._engines: dict[tuple[Plan, int], Engine] = {}
         on_cuda = options.device != "cpu" and torch.cuda.is_available()
         self._device = torch.device("cuda" if on_cuda else "cpu")

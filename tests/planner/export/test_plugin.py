@@ -40,7 +40,7 @@ def test_a_plan_with_drafts() -> None:
     drafts = taken["speculative_config"]
     assert drafts["num_speculative_tokens"] == plan.speculation.gamma and drafts["method"] == "custom_class"
     weights = PlanWeights.from_config(taken["hf_overrides"]["quantization_config"])
-    assert (weights.format.bits, weights.format.group, weights.format.hierarchical) == plan.weights.target_format
+    assert (weights.format.bits, weights.format.group, weights.format.hierarchical) == plan.weights.target_format[:3]
     assert [axis.axis for axis in exported.carried] == ["weights", "KV cache", "drafts"]
 
 

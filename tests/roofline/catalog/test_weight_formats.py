@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.gguf import gguf_bits
-from ridgeplan.roofline.catalog.model_shape import WeightBits, mean_bits
+from ridgeplan.roofline.catalog.model_shape import PARTS, WeightBits, mean_bits
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import draft_weight_memory, weight_memory
@@ -106,7 +106,8 @@ def test_layouts_that_the_runtime_does_not_decode_have_names_of_their_own(quanti
 @pytest.mark.parametrize("dtype, bits", [("float32", 32), ("bfloat16", 16), ("float16", 16), (None, 16)])
 def test_a_checkpoint_of_one_type(dtype, bits):
     result = bits_of(torch_dtype=dtype)
-    assert set(vars(result).values()) == {bits, "float32" if bits == 32 else "bf16"}
+    assert {getattr(result, part) for part in PARTS} == {bits}
+    assert result.format == ("float32" if bits == 32 else "bf16") and not result.stored.layers
     assert bits_of(torch_dtype="bfloat16", dtype=dtype) == result  # transformers 5's name comes first
 
 

@@ -28,7 +28,7 @@ def test_the_embedded_model_is_found_without_importing_it(smollm2):
 def test_the_embedded_model_has_short_names(name, tmp_path, monkeypatch):
     monkeypatch.setattr(source.metadata, "distribution", lambda _: None)
     monkeypatch.setattr(source, "embedded_model_path", lambda: tmp_path / "embedded.gguf")
-    monkeypatch.setattr(source, "converted", lambda path, _: f"converted {path.name}")
+    monkeypatch.setattr(source, "converted", lambda path, *_, **__: f"converted {path.name}")
     assert model_source(name) == "converted embedded.gguf"
 
 

@@ -1,0 +1,138 @@
+"""Plans whose weights are those of a GGUF file: when they are searched, what they cost, and what they give up."""
+
+from dataclasses import replace
+
+import pytest
+from gguf_headers import Q4_K_M_BYTES, llama_8b_header, llama_8b_q4_k_m
+
+from ridgeplan import planner
+from ridgeplan.planner.capacity import predicted_memory
+from ridgeplan.planner.lowering import kernel_class, strategy_of
+from ridgeplan.planner.quality import Quality, losses, quality_of
+from ridgeplan.planner.search import named_plan
+from ridgeplan.roofline.catalog.gguf import weight_bits_of
+from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import STORED_SHARE_ON_CPU, profile_for, shipped_profiles
+from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.latency import STORED_LINEAR, Device, Machine
+from ridgeplan.roofline.plan.plan import DrafterKind, Plan, PlanError, Weights, Workload
+from ridgeplan.roofline.plan.presets import describe, preset_name, short_name
+from ridgeplan.roofline.plan.support import as_loaded, missing_execution
+
+LAPTOP = "rtx4060-laptop"  # 8 GB
+GPU = Device(memory_bytes=8e9, element_bytes=2, num_sms=24)
+WORKLOAD = Workload("Llama-3.1-8B-Q4_K_M", LAPTOP, 8192)
+STORED = Plan(WORKLOAD, Weights(stored=True))
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return llama_8b_q4_k_m()
+
+
+@pytest.fixture(scope="module")
+def answer(shape):
+    return planner.recommend(shape, LAPTOP, 8192)
+
+
+def test_an_8b_model_in_4_bits_fits_a_laptop_of_8_gb(answer):
+    assert answer.plan.weights.stored and answer.fits_device and answer.model_runs
+    assert answer.predicted.best.peak_memory_bytes < 0.9 * 8.6e9
+    assert missing_execution(answer.plan, answer.shape) == []
+    assert any(note.endswith("plans with stored weights keep them") for note in answer.notes)
+    assert "stored weights" in answer.explain()
+
+
+def test_without_such_a_file_nothing_fits_there():
+    with pytest.raises(planner.NothingFits):
+        planner.recommend("meta-llama/Llama-3.1-8B", LAPTOP, 8192, offload=False)
+
+
+def test_stored_weights_give_up_nothing(answer):
+    assert losses(STORED) == [] and quality_of(STORED) is Quality.EXACT
+    exact = planner.recommend(answer.shape, LAPTOP, 8192, quality="exact")
+    assert exact.plan.weights.stored and exact.losses == ()
+
+
+def test_drafts_of_such_plans_read_the_same_weights(answer):
+    plans = [answer.plan, *(other.plan for other in answer.alternatives)]
+    stored = [plan for plan in plans if plan.weights.stored]
+    assert len(stored) > 3 and all(plan.weights.draft_bits == 16 for plan in stored)
+    assert any(plan.speculation.active for plan in stored)
+
+
+def test_suffix_drafts_are_searched_on_stored_weights(shape):
+    answer = planner.recommend(shape, LAPTOP, 8192, text="code")
+    proposing = [answer.plan, *(other.plan for other in answer.alternatives)]
+    assert any(plan.weights.stored and plan.speculation.drafter.kind is DrafterKind.SUFFIX for plan in proposing)
+
+
+def test_memory_is_the_files_with_scales_of_8_bits(shape):
+    held = as_loaded(shape)
+    weights = predicted_memory(STORED, held, GPU).weights
+    header = llama_8b_header()
+    blocks = [(sizes, kind) for sizes, kind in zip(header.tensors.values(), header.types.values(), strict=True) if kind]
+    exact = sum(sizes[0] * sizes[1] * BLOCK_FORMATS[kind].held_bits / 8 for sizes, kind in blocks)
+    norms = 65 * 4096 * 2
+    assert weights == pytest.approx(exact + norms, rel=1e-9)
+    assert 1.01 * Q4_K_M_BYTES < weights < 1.03 * Q4_K_M_BYTES
+    dense = predicted_memory(Plan(WORKLOAD), held, GPU).weights
+    assert dense == pytest.approx(2 * shape.parameters, rel=1e-6)
+
+
+def test_a_tied_table_is_held_once(shape):
+    tied = replace(shape, tied_embeddings=True, weight_bits=shape.weight_bits.tied())
+    both, one = (predicted_memory(STORED, as_loaded(each), GPU).weights for each in (shape, tied))
+    stored = shape.weight_bits.stored
+    assert tied.weight_bits.stored.head == stored.embedding
+    assert both - one == pytest.approx(shape.embedding_params * stored.head / 8)
+
+
+def test_steps_read_the_stored_bytes_at_rates_of_their_own(shape):
+    held = as_loaded(shape)
+    strategy = strategy_of(STORED, held, GPU, 1.0)
+    assert strategy.target.weight_bytes == shape.weight_bits.stored.layers / 8 == strategy.draft.weight_bytes
+    assert (strategy.target.dense, strategy.target.head_dense) == (0, 0)
+    classes = [kernel_class(STORED, held, part, kind) for part in ("target", "draft") for kind in ("linear", "head")]
+    assert classes == [STORED_LINEAR] * 4 and kernel_class(STORED, held, "prefill", "linear") == "prefill_linear"
+    machine = Machine.of(profile_for(load_hardware(LAPTOP), shipped_profiles()))
+    rates = planner.lowering.rates_of(STORED, held, machine)
+    seconds = evaluate(held, machine, strategy, rates).tpot_s
+    assert float(seconds) > 4.8e9 / 256e9  # all but the embedding, at the datasheet's bandwidth
+
+
+def test_stored_weights_are_priced_by_the_kernels_that_run():
+    """Triton's on every GPU, whatever is fastest there for other codes; and on a CPU a copy that is decoded."""
+    h200 = profile_for(load_hardware("h200"), shipped_profiles())
+    laptop = profile_for(load_hardware(LAPTOP), shipped_profiles())
+    assert h200.rates(STORED_LINEAR).bandwidth_utilization < 0.3 < h200.rates("linear_int4").bandwidth_utilization
+    assert laptop.rates(STORED_LINEAR).bandwidth_utilization == laptop.rates("linear_int4").bandwidth_utilization
+    assert {profile.rates(STORED_LINEAR).source for profile in (h200, laptop)} == {"prior"}
+    cpu = replace(h200, hardware=replace(h200.hardware, kind="cpu"))
+    share = cpu.rates(STORED_LINEAR).bandwidth_utilization / cpu.rates("linear").bandwidth_utilization
+    assert share == pytest.approx(STORED_SHARE_ON_CPU)
+
+
+def test_plans_of_other_checkpoints_and_engines_keep_none(shape):
+    question = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 8192)
+    engines = planner.recommend(shape, "rtx4090", 8192, backend="vllm")
+    for each in (question, engines):
+        assert not any(plan.weights.stored for plan in [each.plan, *(other.plan for other in each.alternatives)])
+    named = "weights as a GGUF file stores them, of meta-llama/Llama-3.1-8B"
+    assert named in missing_execution(STORED, load_shape("meta-llama/Llama-3.1-8B"))[0]
+
+
+def test_a_type_without_products_keeps_no_weights():
+    header = llama_8b_header()
+    others = {name: 10 if name == "blk.3.ffn_up.weight" else kind for name, kind in header.types.items()}  # Q2_K
+    assert weight_bits_of(header).stored.layers and not weight_bits_of(replace(header, types=others)).stored.layers
+
+
+def test_names_and_json_round_trip():
+    assert describe(STORED) == preset_name(STORED) == "stored weights" and short_name(describe(STORED)) == "stored"
+    assert named_plan("stored+int8", WORKLOAD).weights == Weights(stored=True)
+    assert Plan.from_json(STORED.to_json()) == STORED and "stored" not in Plan(WORKLOAD).to_json()
+    with pytest.raises(PlanError, match="target_bits is 8 and draft_bits 8 where stored is true; allowed: 16"):
+        Weights(8, 8, stored=True)
