@@ -38,12 +38,13 @@ from ridgeplan.runtime.model.gguf_tensors import (
     hub_config,
     hub_tensors,
     hybrid_tensors,
+    rope_parameters,
     stored_config,
     stored_tensors,
 )
 from ridgeplan.runtime.progress import OnProgress, silent
 
-CONVERSION = "5"  # part of the folder's name: a change of what is written makes a new folder
+CONVERSION = "6"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes, times and CRC-32 of the files that a finished conversion wrote
 CONTENTS = ".contents"  # the folder of the names that the contents of files have
 NAME = re.compile(r"\w[\w.-]*-[0-9a-f]{16}", flags=re.ASCII)
@@ -247,7 +248,7 @@ def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
             config, shape = transformers.AutoConfig.from_pretrained(**where), shape_of_header(header, path)
             tensors = hybrid_tensors(link, shape.states[0][0], shape.layers)
         else:
-            config = transformers.AutoConfig.from_pretrained(**where)
+            config = _config(link, where, header)
             if config.model_type == "qwen3_moe":  # what transformers leaves at defaults, which llama.cpp does not read
                 experts = header.metadata["qwen3moe.expert_feed_forward_length"]
                 config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
@@ -262,7 +263,7 @@ def _convert_stored(path: Path, staging: Path, on_progress: OnProgress) -> None:
     """Writes config, tokenizer and weights as the file stores them, a file for each layer."""
     places: dict[str, str] = {}
     with _alone(path, staging) as (link, where), _reading(path, on_progress) as header:
-        config, tokenizer = transformers.AutoConfig.from_pretrained(**where), _tokenizer(where)
+        config, tokenizer = _config(link, where, header), _tokenizer(where)
         config.update(stored_config(header))
         layers = shape_of_header(header, path).layers
         for index, tensors in enumerate(stored_tensors(link, header)):
@@ -295,6 +296,13 @@ def _reading(path: Path, on_progress: OnProgress) -> Iterator[GGUFHeader]:
     """The header, as `_read_once`. Raises ModelError, one line that names the file."""
     with failures_as(f"cannot read the GGUF file {path}"), _read_once(path, on_progress) as header:
         yield header
+
+
+def _config(path: Path, where: dict[str, Any], header: GGUFHeader) -> Any:
+    config, rope = transformers.AutoConfig.from_pretrained(**where), rope_parameters(path, header)
+    if rope is not None:
+        config.rope_parameters = rope
+    return config
 
 
 def _tokenizer(where: dict[str, Any]) -> Any:

@@ -19,7 +19,9 @@ from typing import Any
 
 import gguf
 import torch
+import transformers
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.kernels.linear.gguf import gguf_weight
 from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, GGUFHeader, config_of_header, keeps_experts, weight_bits_of
@@ -108,6 +110,28 @@ SANDWICH_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_CONTEXT = 8192  # tokens that its RoPE is stretched from
+
+
+def rope_parameters(path: Path, header: GGUFHeader) -> dict[str, Any] | None:
+    """Llama 3's RoPE, of which files have only the divisors of its frequencies, which transformers' reader leaves out.
+
+    None without them. Raises ValueError for divisors of other wavelengths than Llama 3.1 to 3.3 have.
+    """
+    stored = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == ROPE_FACTORS]
+    if not stored:
+        return None
+    keys, divisors = config_of_header(header), _dequantized(stored[0])
+    parameters = {
+        "rope_type": "llama3", "rope_theta": keys["rope_theta"], "factor": float(divisors.max()),
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": LLAMA3_CONTEXT,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(head_dim=2 * len(divisors), rope_parameters=parameters)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = keys["rope_theta"] ** (-torch.arange(len(divisors)) / len(divisors))
+    if not torch.allclose(plain / scaled, divisors, rtol=1e-3):
+        raise ValueError(f"{ROPE_FACTORS} is not of Llama 3's RoPE; supported: that of {LLAMA3_CONTEXT} tokens")
+    return parameters
 
 
 def stored_config(header: GGUFHeader) -> dict[str, Any]:

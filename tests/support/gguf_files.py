@@ -38,11 +38,11 @@ def neighboured(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] = ()) -> None:
+def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] = (), rope_factors: Any = None) -> None:
     """A transformers Llama or Qwen3-MoE in float32, as llama.cpp's converter writes it.
 
     kinds: the types that its matrices get in turn, of `gguf_blocks.BLOCKS`, with random values, which the model then
-    has, too.
+    has, too. rope_factors: what frequencies of RoPE are divided by.
     """
     config, state = model.config, model.state_dict()
     routed = config.model_type == "qwen3_moe"
@@ -63,6 +63,9 @@ def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] 
             gate, up = state[f"{prefix}mlp.experts.gate_up_proj"].chunk(2, dim=1)
             for name, stack in (("gate", gate), ("up", up), ("down", state[f"{prefix}mlp.experts.down_proj"])):
                 writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight", stack.contiguous().numpy())
+    if rope_factors is not None:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_tensor("rope_freqs.weight", rope_factors)
     types = cycle(kinds)
     for name, ours in names.items():
         count = heads.get(name.split(".")[-2])

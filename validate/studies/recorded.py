@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ridgeplan.kernels.layer import rotate
 from ridgeplan.roofline.plan.policies import selections
@@ -205,7 +204,7 @@ def fused_layers(layers: int) -> tuple[int, int, int]:
 @torch.inference_mode()
 def features_before(engine: Engine, tokens: Tensor) -> Tensor:
     """The target's features of the token before each of a text [tokens], zeros before the first: [tokens, 3 hidden]."""
-    decoder, hidden, by_layer = engine.decoder, functional.embedding(tokens, engine.weights.embedding), {}
+    decoder, hidden, by_layer = engine.decoder, engine.weights.embedded(tokens), {}
     layers = fused_layers(len(engine.weights.layers))
     for index, layer in enumerate(engine.weights.layers):
         if index in layers:

@@ -10,9 +10,11 @@ import struct
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -26,6 +28,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_utils
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Weights
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model import gguf as gguf_convert
 from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer
@@ -154,6 +157,38 @@ def test_quantized_tensors_are_what_their_codes_stand_for(kinds, tiny_model, tmp
     assert len(tensors) == 3 + 9 * 2
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def llama3_divisors(head_dim: int, theta: float) -> torch.Tensor:
+    """What llama.cpp divides frequencies by: 8 at wavelengths above 8192, 1 below 2048, and between them between."""
+    wavelengths = 2 * torch.pi * theta ** (torch.arange(0, head_dim, 2) / head_dim)
+    share = ((8192 / wavelengths - 1) / 3).clamp(0, 1)
+    return 1 / ((1 - share) / 8 + share)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_llama_3s_rope_is_read_from_its_divisors(stored, tiny_model, tmp_path, make_plan):
+    rope = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    sizes = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+    model = copy.deepcopy(tiny_model(**sizes, rope_parameters=rope).reference)
+    divisors = llama3_divisors(64, 5e5)
+    write_gguf(tmp_path / "llama3.gguf", model, kinds=["Q4_K"], rope_factors=divisors.numpy())
+    plan = replace(make_plan(), weights=Weights(stored=stored))
+    engine = runtime.load(plan, str(tmp_path / "llama3.gguf"), device="cpu")
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0, -1]
+    actual = engine.teacher_forced_logits([tokens], [[]])[0, -1]
+    assert (actual - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_divisors_of_another_rope_are_refused(tiny_model, tmp_path):
+    write_gguf(tmp_path / "odd.gguf", tiny_model(head_dim=16).reference, rope_factors=np.linspace(1, 8, 8, dtype="f4"))
+    with pytest.raises(ModelError, match=r"rope_freqs.weight is not of Llama 3's RoPE"):
+        converted(tmp_path / "odd.gguf")
 
 
 def writers(tiny_model):
