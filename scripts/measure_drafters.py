@@ -157,16 +157,15 @@ class Bench:
     def _cell(self, section: str, plans: dict[str, Plan], prompts: list[list[int]]) -> None:
         begin, known = time.monotonic(), {row["row"] for row in self.file.results.get(section, [])}
         plans = {name: plan for name, plan in plans.items() if name not in known}
-        if not plans:
-            return
-        engines = self._engines(plans, prompts)
-        filled = list(dict.fromkeys(engine for engine in engines.values() if isinstance(engine, Engine)))
-        if filled:
-            filled[0].prefill_with(filled[1:], prompts, self.new_tokens)
-        print(f"{section}: ready after {time.monotonic() - begin:.1f} s", flush=True)
-        self.file.measure(
-            section, {name: partial(self._row, plan, engines[name], prompts) for name, plan in plans.items()}
-        )
+        while plans:  # in rounds of as many as the memory holds
+            engines = self._engines(plans, prompts)
+            built = {name: engine for name, engine in engines.items() if isinstance(engine, Engine)}
+            if filled := list(dict.fromkeys(built.values())):
+                filled[0].prefill_with(filled[1:], prompts, self.new_tokens)
+            print(f"{section}: ready after {time.monotonic() - begin:.1f} s", flush=True)
+            rows = built or engines
+            self.file.measure(section, {name: partial(self._row, plans[name], rows[name], prompts) for name in rows})
+            plans = {name: plan for name, plan in plans.items() if name not in rows}
 
     def _engines(self, plans: dict[str, Plan], prompts: list[list[int]]) -> dict[str, Engine | str]:
         """The plans' engines, ready to be measured, or why they cannot run; the engines of other plans are closed."""
