@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -62,10 +63,6 @@ class Family:
     def size(self) -> int:
         """Number of plans in the grid."""
         return len(self.gammas) * len(self.ratios)
-
-    def grid(self) -> tuple[np.ndarray, np.ndarray]:
-        """gamma and ratio of every plan, each [size]."""
-        return np.repeat(self.gammas, len(self.ratios)), np.tile(self.ratios, len(self.gammas))
 
     def plan(self, gamma: int, ratio: float) -> Plan:
         """The plan at one point of the grid."""
@@ -239,53 +236,99 @@ class Candidate:
 
 
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
-    """The best plan of every family of the search space, or of those given."""
+    """The best plan of every family of the search space, or of those given.
+
+    Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
+    """
     if searched is None:
         offload = question.options.offload and not fits_whole(question)
         known = question_families(question, offload)
         searched = tuple(family for family in known if missing_cost_model(family.template, question.shape) is None)
         if question.engine is not None:  # whose times hold for no plan that it does not run
             searched = tuple(family for family in searched if question.unsupported(family.template) is None)
-    machine, grid = question.machine, _GammaRatioGrid.of(searched)
-    templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
-    rates = [rates_of(family.template, question.shape, machine) for family in searched]
-    once, column = [1] * len(searched), (len(searched), 1, 1)
-    axes = {"gamma": grid.gamma, "draft_ratio": grid.ratio, "acceptance": _acceptance(searched, grid, question)}
-    if any(family.template.speculation.drafter.active for family in searched):
-        rows = zip(searched, grid.gamma[:, :, 0], strict=True)
-        rounds = [[family.round(int(gamma)) for gamma in row] for family, row in rows]
-        _, passes, depth = np.moveaxis(np.array(rounds), 2, 0)[..., None]
-        axes |= {"proposals": depth, "cascade_passes": passes * (depth > 0)}
-    strategy = reshaped(stack(templates, once), column).with_terms(**axes)
-    estimate = evaluate(question.shape, machine, strategy, reshaped(stack(rates, once), column))
-    return list(_best_of_each(searched, grid, estimate, question))
+    best = figures_of(searched, question, (question.workload,), (question.workload.batch,)).best_of_families
+    offloads = best.host_bytes[0, :, 0] > 0
+    return [
+        best.candidate(family, question, question.workload, (0, place, 0))
+        for place, family in enumerate(searched)
+        if offloads[place] or family.name in PRESETS or not family.template.placement.offload
+    ]
 
 
 @dataclass(frozen=True)
-class _GammaRatioGrid:
-    """gamma [families, gammas, 1] and ratio [families, 1, ratios], so that what depends on one is computed for it only.
+class Figures:
+    """Plans at sizes: of some families, [contexts, families, plans, batches], or one of each. Seconds and bytes.
 
-    Families with fewer values repeat their last one.
+    score: what is minimized. fits: False for plans that are ruled out at a size.
     """
 
     gamma: np.ndarray
     ratio: np.ndarray
+    score: np.ndarray
+    tpot_s: np.ndarray
+    ttft_s: np.ndarray
+    request_ttft_s: np.ndarray
+    peak_bytes: np.ndarray
+    host_bytes: np.ndarray
+    fits: np.ndarray
 
-    @classmethod
-    def of(cls, searched: Sequence[Family]) -> _GammaRatioGrid:
-        """The grids of some families."""
-        gamma, ratio = (_padded([getattr(family, axis) for family in searched]) for axis in ("gammas", "ratios"))
-        return cls(gamma[:, :, None], ratio[:, None, :])
+    def best(self, axis: int) -> np.ndarray:
+        """Place along an axis, which stays, of the best score among the plans that fit, else of the least memory."""
+        score = np.where(self.fits, self.score, math.inf)
+        ranked = np.where(self.fits.any(axis=axis, keepdims=True), score, self.peak_bytes)
+        return np.asarray(ranked.argmin(axis=axis, keepdims=True))
+
+    def at(self, places: np.ndarray, axis: int) -> Figures:
+        """The plans at one place along an axis, which goes."""
+        return Figures(*(np.take_along_axis(values, places, axis).squeeze(axis) for values in vars(self).values()))
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """[families, gammas, ratios]."""
-        return np.broadcast_shapes(self.gamma.shape, self.ratio.shape)
+    def best_of_families(self) -> Figures:
+        """The best plan of each family: [contexts, families, batches]."""
+        return self.at(self.best(axis=2), axis=2)
 
-    def plan(self, family: Family, index: int, point: int) -> Plan:
-        """The plan of the family with an index, at one point of its grid."""
-        gamma, ratio = divmod(point, self.shape[2])
-        return family.plan(self.gamma[index, gamma, 0], self.ratio[index, 0, ratio])
+    def candidate(self, family: Family, question: Question, workload: Workload, at: tuple[int, int, int]) -> Candidate:
+        """The best plan of a family, which is at the place `at`, at its workload."""
+        plan = plan_at(family, workload, self.gamma[at], self.ratio[at], question.memory_limit_bytes)
+        values = self.score, self.tpot_s, self.peak_bytes, self.host_bytes
+        return Candidate(family.name, plan, *(float(each[at]) for each in values))
+
+
+def figures_of(
+    searched: Sequence[Family], question: Question, workloads: Sequence[Workload], batches: Sequence[int]
+) -> Figures:
+    """Every plan of some families, [contexts, families, plans, batches], at workloads of all batches, one per context.
+
+    The plans of a family are its gammas times its ratios, and what depends on one of these is computed for it only.
+    Families with fewer values than others repeat their last one.
+    """
+    shape, machine, per_family = question.shape, question.machine, (len(searched), 1, 1, 1)
+    templates = [[at_workload(family.template, workload) for family in searched] for workload in workloads]
+    strategies = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
+    rates = [rates_of(family.template, shape, machine) for family in searched]
+    gammas, ratios = (_padded([getattr(family, axis) for family in searched]) for axis in ("gammas", "ratios"))
+    gamma, ratio = gammas[:, :, None, None], ratios[:, None, :, None]
+    contexts = np.array([workload.context for workload in workloads], dtype=float)[:, None, None, None, None]
+    rank_batches = np.ceil(np.array(batches, dtype=float) / shape.parallel.data)
+    terms = {  # of a single size as numbers, which are cheaper than arrays
+        "context": contexts if len(contexts) > 1 else contexts.item(),
+        "batch": rank_batches if len(rank_batches) > 1 else rank_batches.item(),
+        "gamma": gamma,
+        "draft_ratio": ratio,
+        "acceptance": _acceptance(question, templates, gammas, ratios),
+    }
+    if any(family.template.speculation.drafter.active for family in searched):
+        rounds = [[family.round(int(each)) for each in row] for family, row in zip(searched, gammas, strict=True)]
+        _, passes, depth = np.moveaxis(np.array(rounds), 2, 0)[..., None, None]
+        terms |= {"proposals": depth, "cascade_passes": passes * (depth > 0)}
+    sized = reshaped(stack(strategies, [1] * len(strategies)), (len(workloads), *per_family)).with_terms(**terms)
+    estimate = evaluate(shape, machine, sized, reshaped(stack(rates, [1] * len(rates)), per_family))
+    arrays = (
+        gamma, ratio, score_of(estimate, question), estimate.tpot_s, estimate.ttft_s, estimate.request_ttft_s,
+        estimate.memory.peak, estimate.host_bytes, question.fits(estimate.memory.peak, estimate.host_bytes),
+    )  # fmt: skip
+    sizes = len(workloads), *gammas.shape, ratios.shape[1], len(batches)
+    return Figures(*(np.broadcast_to(each, sizes).reshape(*sizes[:2], -1, sizes[4]) for each in arrays))
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
@@ -293,12 +336,17 @@ def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
     return np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=float)
 
 
-def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Question) -> np.ndarray:
-    """The conditional acceptance at which every plan competes, in the shape of the grid."""
-    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
-    gamma, ratio = (np.broadcast_to(axis, grid.shape).reshape(len(searched), -1) for axis in (grid.gamma, grid.ratio))
-    acceptance = model.competing_of_all([family.template for family in searched], list(zip(gamma, ratio, strict=True)))
-    return np.reshape(acceptance, grid.shape)
+def _acceptance(
+    question: Question, templates: Sequence[Sequence[Plan]], gammas: np.ndarray, ratios: np.ndarray
+) -> np.ndarray:
+    """The conditional acceptance at which every plan competes: [contexts, families, gammas, ratios, 1]."""
+    model = AcceptanceModel.of_profile(question.shape, 1, question.profile)
+    at_contexts = (replace(model, context=row[0].workload.context) for row in templates)
+    grids = [
+        (np.repeat(gamma, len(ratio)), np.tile(ratio, len(gamma))) for gamma, ratio in zip(gammas, ratios, strict=True)
+    ]
+    acceptance = [at.competing_of_all(row, grids) for at, row in zip(at_contexts, templates, strict=True)]
+    return np.reshape(acceptance, (len(templates), *gammas.shape, ratios.shape[1], 1))
 
 
 def named_plan(name: str, workload: Workload) -> Plan:
@@ -326,27 +374,10 @@ def fits_whole(question: Question) -> bool:
     return bool(resident_memory(question.shape, machine, plain).peak <= question.memory_limit_bytes)
 
 
-def _best_of_each(
-    searched: tuple[Family, ...], grid: _GammaRatioGrid, estimate: Estimate, question: Question
-) -> Iterator[Candidate]:
-    """For each family, the fitting plan with the lowest objective; if none fits, the one that needs least memory.
-
-    Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
-    """
-    figures = (
-        score_of(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
-        estimate.offloaded_layers,
-    )  # fmt: skip
-    score, tpot, peak, host, offloaded = (
-        np.broadcast_to(np.asarray(figure, dtype=float), grid.shape).reshape(len(searched), -1) for figure in figures
-    )
-    fits = question.fits(peak, host)
-    ranked = np.where(fits.any(axis=1, keepdims=True), np.where(fits, score, math.inf), peak)
-    for index, (family, best) in enumerate(zip(searched, ranked.argmin(axis=1), strict=True)):
-        if family.template.placement.offload and family.name not in PRESETS and not offloaded[index, best]:
-            continue
-        plan = within_limit(grid.plan(family, index, int(best)), question.memory_limit_bytes)
-        yield Candidate(family.name, plan, *(float(figure[index, best]) for figure in (score, tpot, peak, host)))
+def plan_at(family: Family, workload: Workload, gamma: float, ratio: float, limit_bytes: float) -> Plan:
+    """The family's plan at a workload, within a limit of memory."""
+    resized = replace(family, template=at_workload(family.template, workload))
+    return within_limit(resized.plan(int(gamma), float(ratio)), limit_bytes)
 
 
 def within_limit(plan: Plan, limit_bytes: float) -> Plan:
@@ -354,6 +385,20 @@ def within_limit(plan: Plan, limit_bytes: float) -> Plan:
     if not plan.placement.offload:
         return plan
     return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit_bytes)))
+
+
+def at_workload(plan: Plan, workload: Workload) -> Plan:
+    """The plan at another workload, with budgets of at most its context."""
+    if plan.workload == workload:
+        return plan
+
+    def clamped(part: Any) -> Any:
+        return replace(part, budget=min(part.budget, workload.context))
+
+    return replace(
+        plan, workload=workload, eviction=clamped(plan.eviction), placement=clamped(plan.placement),
+        attention=clamped(plan.attention),
+    )  # fmt: skip
 
 
 def score_of(estimate: Estimate, question: Question) -> Term:

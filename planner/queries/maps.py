@@ -10,14 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.feasibility import executable_families, regrouped
-from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.parallelism import TOLERANCE as DEGREES_TOLERANCE
 from ridgeplan.planner.parallelism import divided, preferred_degrees
 from ridgeplan.planner.question import Question
@@ -32,8 +29,17 @@ from ridgeplan.planner.recommend import (
     unmeasured_spread,
     worth_offloading,
 )
-from ridgeplan.planner.search import Candidate, Family, family_of, named_plan, question_families, score_of, within_limit
-from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.planner.search import (
+    Candidate,
+    Family,
+    Figures,
+    at_workload,
+    family_of,
+    figures_of,
+    named_plan,
+    plan_at,
+    question_families,
+)
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.roofline.plan.support import exceeds_window
@@ -46,7 +52,7 @@ NEAR_BEST = 1.01  # times the best of a family
 
 
 @dataclass(frozen=True)
-class PlanMap:
+class PlanMap(Figures):
     """The recommended plans of a grid, beside plain decoding. Arrays are [contexts, batches]; seconds and bytes.
 
     workloads: one per context. index: the plan's place in `families`. score: what is minimized. fits: whether any plan
@@ -58,15 +64,6 @@ class PlanMap:
     memory_limit_bytes: float
     families: tuple[Family, ...]
     index: np.ndarray
-    gamma: np.ndarray
-    ratio: np.ndarray
-    score: np.ndarray
-    tpot_s: np.ndarray
-    ttft_s: np.ndarray
-    request_ttft_s: np.ndarray
-    peak_bytes: np.ndarray
-    host_bytes: np.ndarray
-    fits: np.ndarray
     plain_tpot_s: np.ndarray
     plain_fits: np.ndarray
 
@@ -105,7 +102,7 @@ class PlanMap:
         family, at = self.families[self.index[row, column]], (row, column)
         parallel = family.template.workload.parallel
         workload = replace(self.workloads[row], batch=self.batches[column], parallel=parallel)
-        return _plan_at(family, workload, self.gamma[at], self.ratio[at], self.memory_limit_bytes)
+        return plan_at(family, workload, self.gamma[at], self.ratio[at], self.memory_limit_bytes)
 
     def replaced(self, other: PlanMap, where: np.ndarray) -> PlanMap:
         """The map with the plans of another one, of the same sizes, at those of a mask."""
@@ -174,27 +171,9 @@ def _fitting(where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]) -> 
     part, (rows, columns) = grid.around(where)
     place = np.ix_(rows, columns)
     smallest = [replace(family, gammas=family.gammas[:1], ratios=family.ratios[:1]) for family in searched]
-    fitting = _figures(part, _points(smallest)).fits & where[place][:, None]
+    fitting = _figures(part, smallest).best_of_families.fits & where[place][:, None]
     fits[place] = fitting.any(axis=1)
     return fits, [family for family, fit in zip(searched, fitting.any(axis=(0, 2)), strict=True) if fit]
-
-
-def _plan_at(family: Family, workload: Workload, gamma: float, ratio: float, limit_bytes: float) -> Plan:
-    """The family's plan at a workload, within a limit of memory."""
-    resized = replace(family, template=at_workload(family.template, workload))
-    return within_limit(resized.plan(int(gamma), float(ratio)), limit_bytes)
-
-
-def at_workload(plan: Plan, workload: Workload) -> Plan:
-    """The plan at another workload, with budgets of at most its context."""
-
-    def clamped(part: Any) -> Any:
-        return replace(part, budget=min(part.budget, workload.context))
-
-    return replace(
-        plan, workload=workload, eviction=clamped(plan.eviction), placement=clamped(plan.placement),
-        attention=clamped(plan.attention),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -221,65 +200,13 @@ class _SizeGrid:
         return self.part(rows, columns), (rows, columns)
 
     @cached_property
-    def plain(self) -> _PlanFigures:
+    def plain(self) -> Figures:
         """Plain decoding at every size."""
-        return _figures(self, _points([family_of("autoregressive", autoregressive(self.workloads[-1]))]))
+        return _figures(self, [family_of("autoregressive", autoregressive(self.workloads[-1]))]).best_of_families
 
     @property
     def sizes(self) -> int:
         return len(self.workloads) * len(self.batches)
-
-
-@dataclass(frozen=True)
-class _Points:
-    """Plans as arrays [plans] of family index, gamma and ratio; the plans of a family are adjacent."""
-
-    families: tuple[Family, ...]
-    family: np.ndarray
-    gamma: np.ndarray
-    ratio: np.ndarray
-
-    @property
-    def spans(self) -> list[slice]:
-        """The places of each family's plans."""
-        return [slice(*ends) for ends in pairwise(np.flatnonzero(np.diff(self.family, prepend=-1, append=-1)))]
-
-    def kept(self, mask: np.ndarray) -> _Points:
-        """The plans of a mask [plans], with the families that remain."""
-        left, family = np.unique(self.family[mask], return_inverse=True)
-        return _Points(tuple(self.families[index] for index in left), family, self.gamma[mask], self.ratio[mask])
-
-
-@dataclass(frozen=True)
-class _PlanFigures:
-    """Every plan at every size: [contexts, plans, batches]. fits is False for plans ruled out at a size.
-
-    score: what is minimized, at the slow end of its band where rates are a prior.
-    """
-
-    gamma: np.ndarray
-    ratio: np.ndarray
-    score: np.ndarray
-    tpot_s: np.ndarray
-    ttft_s: np.ndarray
-    request_ttft_s: np.ndarray
-    peak_bytes: np.ndarray
-    host_bytes: np.ndarray
-    fits: np.ndarray
-
-    @property
-    def best(self) -> np.ndarray:
-        """Place of the best score among the plans that fit, else of the least memory: [contexts, batches]."""
-        score = np.where(self.fits, self.score, np.inf)
-        return np.asarray(np.where(self.fits.any(axis=1, keepdims=True), score, self.peak_bytes).argmin(axis=1))
-
-    def among(self, span: slice) -> _PlanFigures:
-        """Some adjacent plans."""
-        return _PlanFigures(*(values[:, span] for values in vars(self).values()))
-
-    def at(self, places: np.ndarray) -> _PlanFigures:
-        """The plans at these places: [contexts, any, batches]."""
-        return _PlanFigures(*(np.take_along_axis(values, places, axis=1) for values in vars(self).values()))
 
 
 def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
@@ -296,25 +223,24 @@ def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
     return sorted(executable, key=lambda family: preference(family.template))  # ties go to the first
 
 
-def _points(searched: Sequence[Family]) -> _Points:
-    gamma, ratio = (np.concatenate(axis) for axis in zip(*(family.grid() for family in searched), strict=True))
-    family = np.repeat(np.arange(len(searched)), [family.size for family in searched])
-    return _Points(tuple(searched), family, gamma, ratio)
-
-
-def _narrowed(grid: _SizeGrid, points: _Points) -> _Points:
-    """The plans that need the least memory at some size of a coarser grid, or are near the fastest and the best of
-    their family there.
+def _narrowed(grid: _SizeGrid, searched: Sequence[Family]) -> list[Family]:
+    """The families with the gammas and ratios of plans that need the least memory at some size of a coarser grid, or
+    are near the fastest and the best of their family there.
     """
-    if len(points.gamma) * grid.sizes <= DIRECT:
-        return points
-    figures = _figures(grid.coarse, points)
+    if sum(family.size for family in searched) * grid.sizes <= DIRECT:
+        return [*searched]
+    figures = _figures(grid.coarse, searched)
     score = np.where(figures.fits, figures.score, np.inf)
-    best_of_family = np.stack([score[:, span].min(axis=1) for span in points.spans], axis=1)
-    near = (score <= NEAR_BEST * best_of_family[:, points.family]) & np.isfinite(score)
-    near &= score <= NEAR_FASTEST * score.min(axis=1, keepdims=True)
-    smallest = figures.peak_bytes == figures.peak_bytes.min(axis=1, keepdims=True)
-    return points.kept((near | smallest).any(axis=(0, 2)))
+    near = (score <= NEAR_BEST * score.min(axis=2, keepdims=True)) & np.isfinite(score)
+    near &= score <= NEAR_FASTEST * score.min(axis=(1, 2), keepdims=True)
+    smallest = figures.peak_bytes == figures.peak_bytes.min(axis=(1, 2), keepdims=True)
+    kept = (near | smallest).any(axis=(0, 3))
+    gammas, ratios = figures.gamma[0, :, :, 0].astype(int), figures.ratio[0, :, :, 0]
+    return [
+        replace(family, gammas=tuple(np.unique(gamma[near]).tolist()), ratios=tuple(np.unique(ratio[near]).tolist()))
+        for family, gamma, ratio, near in zip(searched, gammas, ratios, kept, strict=True)
+        if near.any()
+    ]
 
 
 def _places(length: int) -> list[int]:
@@ -327,21 +253,19 @@ class _BestOfFamilies:
 
     grid: _SizeGrid
     families: tuple[Family, ...]
-    figures: _PlanFigures
+    figures: Figures
 
     @classmethod
     def of(cls, grid: _SizeGrid, searched: Sequence[Family]) -> _BestOfFamilies:
         """Those of some families; a large space is narrowed."""
-        points = _narrowed(grid, _points(searched))
-        figures = _figures(grid, points)
-        best = [span.start + figures.among(span).best for span in points.spans]
-        return cls(grid, points.families, figures.at(np.stack(best, axis=1)))
+        narrowed = _narrowed(grid, searched)
+        return cls(grid, tuple(narrowed), _figures(grid, narrowed).best_of_families)
 
     @property
     def offloads(self) -> np.ndarray:
         """Whether the fastest plan fits, but with layers on the host: [contexts, batches]."""
-        fastest = self.figures.at(self.figures.best[:, None])
-        return (fastest.fits & (fastest.host_bytes > 0))[:, 0]
+        fastest = self.figures.at(self.figures.best(axis=1), axis=1)
+        return np.asarray(fastest.fits & (fastest.host_bytes > 0))
 
     def joined(self, where: np.ndarray, searched: Sequence[Family]) -> _BestOfFamilies:
         """With other families, at the sizes of a mask."""
@@ -355,7 +279,7 @@ class _BestOfFamilies:
             placed = np.full((len(where), len(other.families), where.shape[1]), elsewhere)
             placed[np.ix_(rows, range(len(other.families)), columns)] = getattr(other.figures, name)
             figures[name] = np.concatenate((values, np.where(where[:, None], placed, elsewhere)), axis=1)
-        return replace(self, families=(*self.families, *other.families), figures=_PlanFigures(**figures))
+        return replace(self, families=(*self.families, *other.families), figures=Figures(**figures))
 
     @property
     def fastest_score(self) -> np.ndarray:
@@ -368,7 +292,7 @@ class _BestOfFamilies:
         fits_device = (figures.fits & (figures.host_bytes == 0)).any(axis=1, keepdims=True)
         worth = worth_offloading(figures.host_bytes, figures.tpot_s, self.grid.plain.tpot_s)
         figures = replace(figures, fits=figures.fits & (worth | ~fits_device))
-        best, scores = figures.best, np.where(figures.fits, figures.score, np.inf).swapaxes(1, 2)
+        best, scores = figures.best(axis=1)[:, 0], np.where(figures.fits, figures.score, np.inf).swapaxes(1, 2)
         ranks = preference_ranks([family.template for family in self.families])
         contested: dict[tuple[int, int], dict[Candidate, int]] = {}
         kept = undominated(scores, ranks, question) & np.asarray(where)[..., None]
@@ -381,45 +305,29 @@ class _BestOfFamilies:
 
     def candidate(self, row: int, place: int, column: int) -> Candidate:
         """The best plan of the family with an index, at the context and the batch with these indices."""
-        grid, family, at = self.grid, self.families[place], (row, place, column)
-        workload, figures = replace(grid.workloads[row], batch=grid.batches[column]), self.figures
-        plan = _plan_at(family, workload, figures.gamma[at], figures.ratio[at], grid.question.memory_limit_bytes)
-        values = figures.score, figures.tpot_s, figures.peak_bytes, figures.host_bytes
-        return Candidate(family.name, plan, *(float(each[at]) for each in values))
+        grid, at = self.grid, (row, place, column)
+        workload = replace(grid.workloads[row], batch=grid.batches[column])
+        return self.figures.candidate(self.families[place], grid.question, workload, at)
 
     def plan_map(self, where: np.ndarray | bool) -> PlanMap:
         """The map of the plans that are `chosen`."""
         grid, index = self.grid, self.chosen(where)
-        figures = {name: values[:, 0] for name, values in vars(self.figures.at(index[:, None])).items()}
+        figures = self.figures.at(index[:, None], axis=1)
         return PlanMap(
-            grid.workloads, grid.batches, grid.question.memory_limit_bytes, self.families, index,
-            plain_tpot_s=grid.plain.tpot_s[:, 0], plain_fits=grid.plain.fits[:, 0], **figures,
+            workloads=grid.workloads, batches=grid.batches, memory_limit_bytes=grid.question.memory_limit_bytes,
+            families=self.families, index=index, plain_tpot_s=grid.plain.tpot_s[:, 0],
+            plain_fits=grid.plain.fits[:, 0], **vars(figures),
         )  # fmt: skip
 
 
-def _figures(grid: _SizeGrid, points: _Points) -> _PlanFigures:
-    question, shape, machine = grid.question, grid.question.shape, grid.question.machine
-    templates = [[at_workload(family.template, workload) for family in points.families] for workload in grid.workloads]
-    counts = np.bincount(points.family)
-    shaped = (len(grid.workloads), len(points.gamma), 1)
-    flat = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
-    strategy = reshaped(stack(flat, list(counts) * len(templates)), shaped).with_terms(
-        context=np.array([workload.context for workload in grid.workloads], dtype=float)[:, None, None],
-        batch=np.ceil(np.array(grid.batches, dtype=float) / shape.parallel.data),
-        gamma=points.gamma[:, None],
-        draft_ratio=points.ratio[:, None],
-        acceptance=_acceptance(question, templates, points)[:, :, None],
-    )
-    rates = stack([rates_of(family.template, shape, machine) for family in points.families], list(counts))
-    estimate = evaluate(shape, machine, strategy, reshaped(rates, shaped[1:]))
-    allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    memory, spreads = estimate.memory.peak, _spreads(grid, templates)[:, points.family]
-    figures = (
-        points.gamma[:, None], points.ratio[:, None], score_of(estimate, question) * (1 + spreads), estimate.tpot_s,
-        estimate.ttft_s, estimate.request_ttft_s, memory, estimate.host_bytes,
-        allowed & question.fits(memory, estimate.host_bytes),
-    )  # fmt: skip
-    return _PlanFigures(*(np.broadcast_to(figure, (*shaped[:2], len(grid.batches))) for figure in figures))
+def _figures(grid: _SizeGrid, searched: Sequence[Family]) -> Figures:
+    """Every plan at every size, where a window does not rule it out, at the slow end of its band."""
+    shape = grid.question.shape
+    templates = [[at_workload(family.template, workload) for family in searched] for workload in grid.workloads]
+    allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])
+    figures = figures_of(searched, grid.question, grid.workloads, grid.batches)
+    score = figures.score * (1 + _spreads(grid, templates)[:, :, None])
+    return replace(figures, score=score, fits=figures.fits & allowed[:, :, None, None])
 
 
 def _spreads(grid: _SizeGrid, templates: Sequence[Sequence[Plan]]) -> np.ndarray:
@@ -439,14 +347,3 @@ def _spreads(grid: _SizeGrid, templates: Sequence[Sequence[Plan]]) -> np.ndarray
     rows = templates[:1] if engine is None else templates
     spreads = np.array([[of_plan(plan) for plan in row] for row in rows])
     return np.broadcast_to(spreads, (len(templates), *spreads.shape[1:]))
-
-
-def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:
-    """Conditional acceptance of every plan's drafts: [contexts, plans]."""
-    model = AcceptanceModel.of_profile(question.shape, 1, question.profile)
-    grids = [(points.gamma[span], points.ratio[span]) for span in points.spans]
-    at_contexts = (replace(model, context=row[0].workload.context) for row in templates)
-    return np.array([
-        np.concatenate(at_context.competing_of_all(row, grids))
-        for at_context, row in zip(at_contexts, templates, strict=True)
-    ])  # fmt: skip

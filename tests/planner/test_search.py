@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
-from itertools import repeat
+from itertools import product, repeat
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from ridgeplan.planner.search import (
     Candidate,
     Family,
     families,
+    figures_of,
     fits_whole,
     is_searched,
     named_plan,
@@ -53,10 +54,12 @@ def families_by_name():
     return {family.name: family for family in families(WORKLOAD, offload=False)}
 
 
-def test_a_grid_pairs_every_gamma_with_every_ratio(families_by_name):
-    gamma, ratio = families_by_name["specattn-weights"].grid()
+def test_figures_pair_every_gamma_with_every_ratio(families_by_name):
+    family = families_by_name["specattn-weights"]
+    figures = figures_of([family], ask("meta-llama/Llama-3.1-8B", "h200", 32768), (WORKLOAD,), (1,))
+    gamma, ratio = (np.ravel(values).tolist() for values in (figures.gamma, figures.ratio))
     assert sorted(zip(gamma, ratio, strict=True)) == sorted((g, r) for g in range(1, 16) for r in RATIOS)
-    assert families_by_name["specattn-weights"].size == len(gamma) == 15 * 7
+    assert family.size == len(gamma) == 15 * 7
 
 
 @pytest.mark.parametrize(
@@ -255,9 +258,13 @@ def plan_by_plan(question, searched=None):
 def _figures_of_all(searched, plans, question):
     """Objective, time per token, memory, that of the host and layers there of plans side by side: each [plans]."""
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
-    acceptance = np.concatenate([model.competing(family.template, *family.grid()) for family in searched])
+    grids = (np.transpose([*product(family.gammas, family.ratios)]) for family in searched)
+    acceptance = [model.competing(family.template, *grid) for family, grid in zip(searched, grids, strict=True)]
     shape, machine = question.shape, question.machine
-    strategies = [strategy_of(*plan) for plan in zip(plans, repeat(shape), repeat(machine), acceptance, strict=False)]
+    strategies = [
+        strategy_of(*plan)
+        for plan in zip(plans, repeat(shape), repeat(machine), np.concatenate(acceptance), strict=False)
+    ]
     rates = [rates_of(plan, shape, machine) for plan in plans]
     once = [1] * len(plans)
     estimate = evaluate(shape, machine, stack(strategies, once), stack(rates, once))
@@ -269,7 +276,7 @@ def _figures_of_all(searched, plans, question):
 
 
 def _plans(family: Family):
-    return ((family, family.plan(gamma, ratio)) for gamma, ratio in zip(*family.grid(), strict=True))
+    return ((family, family.plan(gamma, ratio)) for gamma, ratio in product(family.gammas, family.ratios))
 
 
 def _figures(family, plan, question, model):
