@@ -167,7 +167,7 @@ def _check_choices(options: ServeCommandOptions) -> None:
 def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
     options, engine, plan = running.options, running.options.engine, running.options.plan
     yield engine.max_model_len, options.max_model_len
-    degrees = [*engine.parallel(plan.parallel, options.shape.is_moe)]
+    degrees = [*engine.parallel_arguments(plan.parallel, options.shape.is_moe)]
     # SGLang divides its limit among the ranks of data-parallel attention; vLLM's is that of each rank.
     sharing = plan.parallel.data if "--enable-dp-attention" in dict(degrees) else 1
     yield engine.max_num_seqs, sharing * plan.workload.rank_batch
@@ -180,7 +180,7 @@ def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
     if running.offload_gib:
         yield engine.cpu_offload, running.offload_gib
     if options.host_cache_gib:
-        yield from engine.host_cache(options.host_cache_gib, options.host_cache_backend)
+        yield from engine.host_cache_arguments(options.host_cache_gib, options.host_cache_backend)
     if plan.workload.yarn_factor > 1:
         yield engine.overrides, {"rope_parameters": yarn_parameters(options)}
     if running.drafts is not None:

@@ -85,7 +85,7 @@ def _arguments(options: ServeCommandOptions) -> Iterator[tuple[str, Any]]:
     yield engine.max_model_len, -(-tokens // PLUGIN_GROUP) * PLUGIN_GROUP if drafts else tokens
     yield engine.max_num_seqs, plan.workload.rank_batch
     yield engine.memory, options.memory_utilization
-    yield from engine.parallel(plan.parallel, options.shape.is_moe)
+    yield from engine.parallel_arguments(plan.parallel, options.shape.is_moe)
     overrides: dict[str, Any] = {}
     if plan.weights.target_bits < 16:
         overrides["quantization_config"] = weights_config(plan)
