@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sympy
 
+from ridgeplan.roofline.catalog.files import parse_toml, read_document
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.evaluate import Estimate, evaluate
@@ -20,44 +22,18 @@ from ridgeplan.roofline.latency import Machine, StrategyRates
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
 from ridgeplan.roofline.strategy import Strategy
 
-# Name in the code: letter and unit. Letters follow Table 1 of QuantSpec and of SpeContext where they have one.
-UNITS: dict[str, tuple[str, str]] = {
-    "batch": ("B", "sequences"),
-    "context": ("S", "tokens"),
-    "new_tokens": ("k", "tokens"),
-    "layers": ("L", "layers"),
-    "hidden": ("d", "elements"),
-    "q_heads": ("H", "heads"),
-    "kv_heads": ("H_kv", "heads"),
-    "head_dim": ("D", "elements"),
-    "intermediate": ("F", "elements"),
-    "vocab": ("V", "tokens"),
-    "element_bytes": ("e", "bytes"),
-    "gamma": ("gamma", "tokens"),
-    "acceptance": ("alpha", "probability"),
-    "draft_ratio": ("rho", "share of tokens"),
-    "kv_group": ("G", "tokens"),
-    "splits": ("N_split", "parts"),
-    "target_weight_bytes": ("w_t", "bytes per parameter"),
-    "draft_weight_bytes": ("w_d", "bytes per parameter"),
-    "target_bits": ("b_t", "bits"),
-    "draft_bits": ("b_d", "bits"),
-    "code_planes": ("planes", "4-bit planes"),
-    "bandwidth_bytes_per_s": ("beta", "bytes/s"),
-    "compute_flops": ("pi", "FLOP/s"),
-    "memory_bytes": ("M_gpu", "bytes"),
-    "host_link_bytes_per_s": ("beta_host", "bytes/s"),
-}
+# Letter and unit of a quantity by its name in the code.
+UNITS: dict[str, list[str]] = parse_toml(read_document(Path(__file__).with_name("symbols.toml")))
 
 
 def symbol(name: str) -> sympy.Symbol:
     """The positive symbol of a quantity: its letter in `UNITS`, else its own name."""
-    return sympy.Symbol(UNITS.get(name, (name, ""))[0], positive=True)
+    return sympy.Symbol(UNITS.get(name, [name])[0], positive=True)
 
 
 def unit(name: str) -> str:
     """The unit of a quantity; "" if it is a pure number."""
-    return UNITS.get(name, ("", ""))[1]
+    return UNITS.get(name, ["", ""])[1]
 
 
 class SymbolicShape(ModelShape):

@@ -21,6 +21,7 @@ from ridgeplan.roofline.catalog.files import (
     fields_of_schema,
     json_or,
     naming_file,
+    parse_toml,
     read_document,
     replacing,
 )
@@ -37,43 +38,7 @@ RECALIBRATE = "make it again with `ridgeplan calibrate`"
 LINK_CLASSES = ("host_copy", "host_gather", "host_store")
 
 # For a class that a profile lacks: the class with the most similar access pattern, whose rates it uses.
-RELATIVES = {
-    "grouped_linear_int8": "linear_int8",
-    "grouped_linear_int4": "linear_int4",
-    "grouped_linear": "linear",
-    "attention_mla": "attention",
-    "linear_int8": "linear_int4",
-    "linear_int4": "linear",
-    "linear_stored": "linear_int4",
-    "head": "linear",
-    "attention_int8_d64": "attention_int8",
-    "attention_int4_d64": "attention_int4",
-    "attention_d64": "attention",
-    "attention_int8_d256": "attention_int8",
-    "attention_int4_d256": "attention_int4",
-    "attention_d256": "attention",
-    "attention_int8": "attention_int4",
-    "attention_int4": "attention",
-    "attention": "linear",
-    "rope": "elementwise",
-    "state": "elementwise",
-    "quantize": "elementwise",
-    "sampling": "elementwise",
-    "gather": "attention",
-    # Priors below those of contiguous kernels: a selection that was not measured must not look better than it is.
-    "two_bit_scan": "gather",
-    "two_bit_scan_wide": "two_bit_scan",
-    "sparse_attention_full": "sparse_attention",
-    "sparse_attention": "gather",
-    "progressive_attention": "gather",
-    "progressive_attention_wide": "progressive_attention",
-    "sparse_attention_wide": "two_bit_scan_wide",
-    "top_k": "sampling",
-    "key_scan": "attention",  # of keys or bounds for their scores; no profile has it, as it is never timed alone
-    "prefill_attention_d64": "prefill_attention",
-    "prefill_attention": "prefill_linear",
-    "prefill_linear": "linear",
-}
+RELATIVES: Mapping[str, str] = parse_toml(read_document(Path(__file__).with_name("relatives.toml")))
 # Classes whose kernels are Triton's on every machine: without rates of their own they have those of related kernels
 # that run on every machine as well, not those of Hopper's.
 TRITON_CLASSES = ("grouped_linear", "attention_mla", "linear_stored")
