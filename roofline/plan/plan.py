@@ -489,6 +489,8 @@ class Speculation(PlanPart):
 
     def with_ratio(self, ratio: float) -> Speculation:
         """The same speculation at another ratio."""
+        if ratio == self.ratio:
+            return self
         return replace(self, selection=replace(self.selection, ratio=ratio))
 
 
