@@ -27,21 +27,21 @@ SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_attention_heads": 2, 
 @torch.inference_mode()
 def exact_joint(engine, prompt, sampling):
     """The target's own probability of each triple of tokens after the prompt, [vocab, vocab, vocab]."""
-    first, second = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB)).T
-    cache, rows = engine.cache, VOCAB * VOCAB
-    cache.reset(rows)
-    logits = [prefill(engine.decoder, engine.weights, cache, row, prompt) for row in range(rows)]
-    joint = sampling.choice(logits[0]).probabilities()[first]
+    cache = engine.cache
+    cache.reset(VOCAB)  # a row for each first token
+    logits = [prefill(engine.decoder, engine.weights, cache, row, prompt) for row in range(VOCAB)]
 
     def after(tokens):
         logits = engine.decoder.step(
             engine.weights, cache, tokens[:, None], AttentionMetadataBuilder(cache).target_metadata(1)
         )
-        cache.advance(torch.ones(rows, dtype=torch.int32))
         return sampling.choice(logits[:, 0]).probabilities()
 
-    joint = joint * after(first).gather(1, second[:, None])[:, 0]
-    return (joint[:, None] * after(second)).view(VOCAB, VOCAB, VOCAB).double()
+    first = sampling.choice(logits[0]).probabilities()
+    second = after(torch.arange(VOCAB))
+    cache.advance(torch.ones(VOCAB, dtype=torch.int32))
+    third = [after(torch.full((VOCAB,), token)) for token in range(VOCAB)]  # each takes the place of the one before
+    return (first[:, None, None] * second[:, :, None] * torch.stack(third, dim=1)).double()
 
 
 def pooled_chi_square(counts, probabilities):
