@@ -7,6 +7,8 @@ from typing import Any
 import measure_drafters
 import pytest
 
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.speculation.train_head import HeadTraining, train_head
 
 SHAPE = {
@@ -27,7 +29,7 @@ def head(tiny_folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-def test_every_plan_of_a_cell_is_measured_once_after_one_prefill(
+def test_every_plan_of_a_cell_is_measured_once_with_few_prefills(
     tiny_folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
@@ -44,6 +46,14 @@ def test_every_plan_of_a_cell_is_measured_once_after_one_prefill(
         texts.append(measure(*arguments, **options))
         return texts[-1]
 
+    new_engine = measure_drafters.Bench._new_engine
+
+    def beside_three(self: Any, plan: Plan, prompts: list[list[int]]) -> Any:
+        if len(self.engines) == 4:
+            raise WorkloadError("out of memory")
+        return new_engine(self, plan, prompts)
+
+    monkeypatch.setattr(measure_drafters.Bench, "_new_engine", beside_three)
     monkeypatch.setattr(engine, "_prefill", counted)
     monkeypatch.setattr(measure_drafters, "measure", kept)
     output = tmp_path / "drafters.json"
@@ -58,7 +68,7 @@ def test_every_plan_of_a_cell_is_measured_once_after_one_prefill(
         "plain",
         "adaptive",
     ]
-    assert prefilled == [len(names), 2] and not any("error" in row for row in rows["code 96x2"])
+    assert prefilled == [4, len(names) - 4, 2] and not any("error" in row for row in rows["code 96x2"])
     for row in rows["code 96x2"]:
         drafter = row["given"]["speculation"]["drafter"]
         assert (row["measured"]["proposal_rounds"] > 0) >= (drafter["kind"] == "head")
@@ -68,5 +78,5 @@ def test_every_plan_of_a_cell_is_measured_once_after_one_prefill(
     assert len(exact) >= 2 and len(set(exact)) == 1  # of the same cache, by suffix and by a head
     before = output.stat().st_mtime_ns
     measure_drafters.main(command)  # continues, and finds nothing to do
-    assert len(prefilled) == 2 and json.loads(output.read_text())["code 96x2"] == rows["code 96x2"]
+    assert len(prefilled) == 3 and json.loads(output.read_text())["code 96x2"] == rows["code 96x2"]
     assert output.stat().st_mtime_ns > before
