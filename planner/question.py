@@ -271,8 +271,12 @@ class Question:
         elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):
-            unless = "; plans with stored weights keep them" if shape.weight_bits.stored.layers else ""
-            yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format{unless}"
+            kept = "stay so in plans with stored weights (`estimate --preset stored`; not timed on a GPU); others"
+            which = kept if shape.weight_bits.stored.layers else "have types that products do not read: plans"
+            yield (
+                f"weights stored as {shape.weight_bits.format} {which} decode them once, which takes "
+                f"{4e-9 * shape.parameters:.1f} GB of the host's memory and of disk"
+            )
         if self.engine is None and hardware.is_amd:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
         if shape.states and "state" not in self.profile.classes:
@@ -337,7 +341,7 @@ def instruction_bound_notes(profile: Profile) -> Iterator[str]:
     slow = {f"{bits}-bit": share for bits, share in shares.items() if share < SLOW_SHARE}
     if slow and not profile.hardware.has_hopper_kernels:
         yield (
-            f"{' and '.join(slow)} weights run through PyTorch's kernels on {profile.hardware.name}, which reach "
+            f"{' and '.join(slow)} weights run through Triton's kernels on {profile.hardware.name}, which reach "
             f"{' and '.join(f'{share:.0%}' for share in slow.values())} of its bandwidth, because instructions bind "
             f"them: measured on {profile.transferred_from}, scaled by SMs x clock"
         )

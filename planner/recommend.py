@@ -183,8 +183,13 @@ def worth_offloading(host_bytes: Term, tpot_s: Term, plain_tpot_s: Term) -> Any:
 
 
 def _listed(candidates: Sequence[Candidate], executable: Sequence[Candidate]) -> list[Candidate]:
-    """The best of those that run and fit, the best few plans that are no presets, and all presets."""
+    """The best of those that run and fit, the best few plans that are no presets, and all presets.
+
+    Of plans with a file's own weights the best, too: they give up nothing, though rates that were not measured hold
+    them back.
+    """
     unnamed = [candidate for candidate in candidates if candidate.name not in PRESETS][:MAX_UNNAMED]
+    unnamed += [candidate for candidate in candidates if candidate.plan.weights.stored][:1]
     presets = [candidate for candidate in candidates if candidate.name in PRESETS]
     named: dict[object, Candidate] = {}  # once, as those that run may have other group sizes than the usual ones
     for candidate in (*executable, *unnamed, *presets):

@@ -42,9 +42,10 @@ RELATIVES: Mapping[str, str] = parse_toml(read_document(Path(__file__).with_name
 # Classes whose kernels are Triton's on every machine: without rates of their own they have those of related kernels
 # that run on every machine as well, not those of Hopper's.
 TRITON_CLASSES = ("grouped_linear", "attention_mla", "linear_stored")
-# On a CPU products with stored weights decode a copy: 15 times the time of dense float32 ones, which read 7 times the
-# bytes (two EPYC cores, 4096 x 4096, Q4_K; 5 to 17 times by type).
-STORED_SHARE_ON_CPU = 1 / 100
+# On a CPU products with stored weights decode a copy: about 5 times the time of dense float32 ones, which read 6 times
+# the bytes (two EPYC cores, 4096 x 4096, one row: 0.8 times for Q8_0, 4.8 to 5.1 for 4 bits, 7.2 to 8.1 for 5 and 6; a
+# model in Q4_K_M 5.3).
+STORED_SHARE_ON_CPU = 1 / 26
 
 # What routed experts take beyond a dense product of their bytes, as they are several kernels: in steps of Qwen3-30B-A3B
 # in 16 bits 13 to 16 us per layer on an H200, in 4 and 8 bits 6 to 19 us at one row (docs/kernels/experts.md). Of it,

@@ -368,7 +368,10 @@ def swaps_draft_weights(plan: Plan) -> bool:
 def missing_cost_model(plan: Plan, shape: ModelShape) -> str | None:
     """Why the cost model does not cover the plan's policies or weights for this model; None if it does."""
     if plan.weights.stored and not shape.weight_bits.stored.layers:
-        return f"{STORED_WEIGHTS} are planned, and {shape.name} has none; allowed: a file of types that products read"
+        return (
+            f"{STORED_WEIGHTS} are planned, and {shape.name} has none that products read; allowed: GGUF files whose "
+            "matrices are all of the types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K"
+        )
     kinds = (EVICTIONS.get(plan.eviction.policy), plan.attention.selection, plan.speculation.selection)
     unsupported = next((kind.name for kind in kinds if kind and not kind.supports_mla), None)
     if not (shape.is_mla and unsupported):

@@ -200,7 +200,8 @@ def _require_room(path: Path, cache: Path, stored: bool) -> None:
         if free_bytes is not None and needed_bytes > free_bytes:
             raise NoRoom(
                 f"converting {path} takes {needed_bytes / 1e9:.1f} GB of {what} and {free_bytes / 1e9:.1f} GB are "
-                "free; allowed: a smaller model, or a safetensors folder"
+                "free; allowed: a smaller model, a safetensors folder, or a plan with stored weights, if products read "
+                "the file's types (`ridgeplan estimate FILE --preset stored -o plan.json`)"
             )
 
 

@@ -41,8 +41,16 @@ def test_an_8b_model_in_4_bits_fits_a_laptop_of_8_gb(answer):
     assert answer.plan.weights.stored and answer.fits_device and answer.model_runs
     assert answer.predicted.best.peak_memory_bytes < 0.9 * 8.6e9
     assert missing_execution(answer.plan, answer.shape) == []
-    assert any(note.endswith("plans with stored weights keep them") for note in answer.notes)
+    assert any("stay so in plans with stored weights" in note and "32.1 GB" in note for note in answer.notes)
     assert "stored weights" in answer.explain()
+
+
+def test_the_best_of_such_plans_is_listed_where_unmeasured_rates_hold_them_back(shape):
+    answer = planner.recommend(shape, "rtx3060", 8192)
+    assert not answer.plan.weights.stored
+    (listed,) = [row for row in answer.alternatives if row.plan.weights.stored]
+    assert listed.rejected.startswith("not measured")
+    assert listed.predicted.best.peak_memory_bytes < 0.7 * answer.predicted.best.peak_memory_bytes
 
 
 def test_without_such_a_file_nothing_fits_there():
