@@ -266,7 +266,7 @@ def _fixes(question: Question, several: Fix | None) -> Iterator[Fix]:
     yield from more_memory
     yield from batches
     if step == Quality.LOSSY:
-        yield from _fewer_bits_and_smaller(question, batches)
+        yield from _fewer_bits_and_smaller(question, [*batches, *contexts])
     if several is not None:
         yield several
     if not any("memory_limit" in fix.changes for fix in more_memory):
@@ -306,16 +306,16 @@ def _looser_steps(question: Question) -> Iterator[Quality]:
             yield step
 
 
-def _fewer_bits_and_smaller(question: Question, batches: Sequence[Fix]) -> Iterator[Fix]:
+def _fewer_bits_and_smaller(question: Question, smaller: Sequence[Fix]) -> Iterator[Fix]:
     """The most bits that with a smaller batch or context fit, where no step that keeps every token is enough alone.
 
-    batches: the largest batch that fits with the question's bits, if any; fewer bits must allow another.
+    smaller: the batch and context that fit with the question's bits, if any; fewer bits must allow others.
     """
     for step in _looser_steps(question):
         looser = question.with_options(quality=step)
         capacity = _capacity(looser, _smallest_executable(looser))
         sizes = [*_largest_batch(looser, capacity), *_nearest_context(looser, capacity)]
-        if sizes and sizes[0].changes not in [fix.changes for fix in batches] and step is not Quality.LOSSY:
+        if sizes and sizes[0].changes not in [fix.changes for fix in smaller] and step is not Quality.LOSSY:
             yield Fix({"quality": str(step), **sizes[0].changes}, f"quality {step} and {sizes[0].text}")
             return
 

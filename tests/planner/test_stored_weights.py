@@ -53,6 +53,12 @@ def test_the_best_of_such_plans_is_listed_where_unmeasured_rates_hold_them_back(
     assert listed.predicted.best.peak_memory_bytes < 0.7 * answer.predicted.best.peak_memory_bytes
 
 
+def test_fewer_bits_are_no_remedy_where_they_allow_no_more(shape):
+    answer = planner.recommend(shape, LAPTOP, 32768)
+    assert [fix.changes for fix in answer.on_device if "context" in fix.changes and "quality" in fix.changes] == []
+    assert any(fix.changes.keys() == {"context"} for fix in answer.on_device)
+
+
 def test_without_such_a_file_nothing_fits_there():
     with pytest.raises(planner.NothingFits):
         planner.recommend("meta-llama/Llama-3.1-8B", LAPTOP, 8192, offload=False)
