@@ -263,7 +263,8 @@ def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
 def _convert_stored(path: Path, staging: Path, on_progress: OnProgress) -> None:
     """Writes config, tokenizer and weights as the file stores them, a file for each layer."""
     places: dict[str, str] = {}
-    with _alone(path, staging) as (link, where), _reading(path, on_progress) as header:
+    on_progress("reading the vocabulary, once", 0, 1)  # gguf takes up to a minute
+    with _alone(path, staging) as (link, where), _reading(path, silent) as header:
         config, tokenizer = _config(link, where, header), _tokenizer(where)
         config.update(stored_config(header))
         layers = shape_of_header(header, path).layers
