@@ -604,7 +604,7 @@ def test_a_name_is_listed_once() -> None:
 def test_rates_that_instructions_bind_are_explained(gpu: str, noted: bool) -> None:
     """An A100 has twice a 4090's bandwidth and half its instruction rate, so its 8-bit products are slower."""
     answer = planner.recommend("meta-llama/Llama-3.1-8B", gpu, 8192)
-    assert any("8-bit and 4-bit weights run through PyTorch's kernels" in note for note in answer.notes) == noted
+    assert any("8-bit and 4-bit weights run through Triton's kernels" in note for note in answer.notes) == noted
 
 
 def test_short_prompts_of_a_batch_are_said_to_run_one_by_one() -> None:
