@@ -44,6 +44,7 @@ CUDA_LARGE_GEMM_ROWS = 8  # the same of weights with more than CUDA_MANY_CHANNEL
 CUDA_MANY_CHANNELS = 8192
 CPU_SKINNY_GEMM_ROWS = 64
 CUDA_LIBRARY_GEMM_ROWS = 128  # from here on a library's products are bound by arithmetic, as in prefill
+MAX_QUANTIZED_ROWS = 64  # of products of codes; with more, reading these once per 16 rows costs more than a dense copy
 CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
 
 # Most query heads of a KV head, and channels of a head, for which the CUDA C++ kernels scan 2-bit keys; Triton's scan

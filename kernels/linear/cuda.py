@@ -26,7 +26,6 @@ from ridgeplan.kernels.linear.schedule import (
     CLUSTER_SIZES,
     K_TILE_INPUTS,
     MAX_DENSE_ROWS,
-    MAX_QUANTIZED_ROWS,
     RESERVED_BYTES,
     DeviceLimits,
     LinearSchedule,
@@ -34,6 +33,7 @@ from ridgeplan.kernels.linear.schedule import (
     make_dense_schedule,
 )
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.roofline.execution import MAX_QUANTIZED_ROWS
 
 SOURCE, ENTRY = "linear/csrc/linear.cu", "linear"
 PROBE_THREADS = 320

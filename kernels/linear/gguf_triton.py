@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.triton_helpers import INTERPRETED
 from ridgeplan.kernels.linear.gguf import PARTS, GgufWeight
-from ridgeplan.kernels.linear.schedule import MAX_QUANTIZED_ROWS
 from ridgeplan.kernels.linear.triton import SplitKConfig, added_splits, through_copies
 from ridgeplan.roofline.catalog.gguf_types import NESTED_GROUP
-from ridgeplan.roofline.execution import TILE_OUTPUTS
+from ridgeplan.roofline.execution import MAX_QUANTIZED_ROWS, TILE_OUTPUTS
 
 CHUNK = 128  # inputs of a tile, of which a row has 64 bytes of 4-bit codes
 COPY_OUTPUTS = 16  # rows of a tile that is copied

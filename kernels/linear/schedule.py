@@ -275,7 +275,6 @@ def make_dense_schedule(
     return next((schedule for schedule in schedules if schedule.fits), None)
 
 
-MAX_QUANTIZED_ROWS = 64  # rows of x; with more, reading the codes once per 16 rows costs more than a dense copy
 ROWS_PER_PASS = (16, 8, 4, 2, 1)
 
 

@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.device.triton_helpers import INTERPRETED
-from ridgeplan.kernels.linear.schedule import MAX_QUANTIZED_ROWS
 from ridgeplan.kernels.linear.weights import CHUNK, Int4Weight, Int8Weight
-from ridgeplan.roofline.execution import DENSE_COPY_BYTES, TILE_OUTPUTS
+from ridgeplan.roofline.execution import DENSE_COPY_BYTES, MAX_QUANTIZED_ROWS, TILE_OUTPUTS
 
 COPY_TILES = 4
 SUM_OUTPUTS = 512  # outputs per program that adds up splits

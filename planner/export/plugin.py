@@ -12,6 +12,7 @@ from ridgeplan.planner.export.options import ServeCommandOptions
 from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.roofline.catalog.parallel import SINGLE
+from ridgeplan.roofline.execution import MAX_QUANTIZED_ROWS
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import KVFormat, Plan, Speculation, require
 from ridgeplan.roofline.plan.presets import autoregressive, preset_name
@@ -23,7 +24,6 @@ METHOD, CACHE_DTYPE, BACKEND = "ridgeplan", "int8_per_token_head", "CUSTOM"
 PROPOSER = "ridgeplan.runtime.vllm.proposer.DraftProposer"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"  # proposer classes and the plugin's metadata are of the first model runner
 CODED = (KVFormat.INT8, KVFormat.HIERARCHICAL)
-MAX_QUANTIZED_ROWS = 64  # of products of codes (ridgeplan.kernels.linear.schedule)
 WIDE = Rule(
     "wide-verification", ("vllm",), {},
     f"a verification of more than {MAX_QUANTIZED_ROWS} tokens, (1 + gamma) x sequences, writes a dense copy of all "

@@ -14,12 +14,12 @@ from ridgeplan.kernels.linear.schedule import (
     BESIDE_BYTES,
     CLUSTER_SIZES,
     MAX_GATED_ROWS,
-    MAX_QUANTIZED_ROWS,
     RESERVED_BYTES,
     DeviceLimits,
     make_quantized_schedule,
 )
 from ridgeplan.kernels.linear.weights import Int4Weight
+from ridgeplan.roofline.execution import MAX_QUANTIZED_ROWS
 from ridgeplan.roofline.passes import weight_bytes
 
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.kernels.linear.schedule import MAX_QUANTIZED_ROWS
 from ridgeplan.planner.export import plugin as exporting
 from ridgeplan.runtime import vllm as plugin
 from ridgeplan.runtime.vllm.attention import CACHE_DTYPE, CodesAttention, CodesBackend, CodesMetadataBuilder
@@ -212,7 +211,6 @@ def test_every_supported_version_is_recorded_and_exported() -> None:
     assert {version.rpartition(".")[0] + "." for version in RECORDED if plugin.supports(version)} == {*plugin.SUPPORTED}
     assert plugin.supports(exporting.VERSION) and exporting.VERSION in RECORDED
     assert (exporting.METHOD, exporting.CACHE_DTYPE) == (plugin.METHOD, CACHE_DTYPE)
-    assert exporting.MAX_QUANTIZED_ROWS == MAX_QUANTIZED_ROWS
     assert CodesBackend.get_name() == exporting.BACKEND
     assert f"{DraftProposer.__module__}.{DraftProposer.__qualname__}" == exporting.PROPOSER
     assert f"{CodesBackend.__module__}.{CodesBackend.__qualname__}" == plugin.BACKEND
