@@ -50,9 +50,8 @@ def test_tokens_are_what_the_runtime_chooses(name: str, rows: dict[str, dict[str
     assert rows[f"compare {name}"]["worst_deviations"] <= DEVIATIONS
 
 
+@pytest.mark.parametrize("rows", [pytest.param("run", marks=WITH_VLLM)], indirect=True)  # shipped rows have no counts
 def test_the_scheduled_engine_preempted_and_took_pages_from_its_cache(rows: dict[str, dict[str, Any]]) -> None:
-    if "counts" not in rows:
-        pytest.skip("the rows were written before the engine's counts were")
     assert rows["counts"]["preemptions"] > 0 and rows["counts"]["cached_tokens"] > 0
 
 
