@@ -77,9 +77,11 @@ class StateDict:
         if isinstance(table, GgufWeight):
             assert isinstance(self.tensors, StoredTensors) and isinstance(head, GgufWeight), "a converted folder"
             empty = torch.empty(0, table.inputs, dtype=self.tensors.dtype, device=device)
-            placed = table.with_parts(lambda part: part.to(device))
-            own = placed if head is table else head.with_parts(lambda part: part.to(device))
-            return self._finite(DecoderWeights(empty, (), norm, Stored((own,)), layout.logit_cap, placed))
+            embedding_table = table.with_parts(lambda part: part.to(device))
+            head_table = embedding_table if head is table else head.with_parts(lambda part: part.to(device))
+            return self._finite(
+                DecoderWeights(empty, (), norm, Stored((head_table,)), layout.logit_cap, embedding_table)
+            )
         embedding = _copied(table, device)
         head_weight = embedding if head is table else _copied(head, device)
         return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight), layout.logit_cap))

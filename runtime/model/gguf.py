@@ -242,7 +242,7 @@ def _convert_into(
 
 def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
     """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
-    with _alone(path, staging) as (link, where), _reading(path, on_progress) as header:
+    with _isolated_link(path, staging) as (link, where), _reading(path, on_progress) as header:
         if header.metadata["general.architecture"] == "gpt-oss":
             config, tensors = transformers.GptOssConfig(**hub_config(header)), hub_tensors(link, header)
         elif header.metadata["general.architecture"] == "qwen35":
@@ -264,7 +264,7 @@ def _convert_stored(path: Path, staging: Path, on_progress: OnProgress) -> None:
     """Writes config, tokenizer and weights as the file stores them, a file for each layer."""
     places: dict[str, str] = {}
     on_progress("reading the vocabulary, once", 0, 1)  # gguf takes up to a minute
-    with _alone(path, staging) as (link, where), _reading(path, silent) as header:
+    with _isolated_link(path, staging) as (link, where), _reading(path, silent) as header:
         config, tokenizer = _config(link, where, header), _tokenizer(where)
         config.update(stored_config(header))
         layers = shape_of_header(header, path).layers
@@ -279,7 +279,7 @@ def _convert_stored(path: Path, staging: Path, on_progress: OnProgress) -> None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, staging: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _isolated_link(path: Path, staging: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A link to the file in a folder of its own, which goes after the body, and what transformers' readers take of it.
 
     They would also read configurations beside it, which may not be its own and may name Python to run.

@@ -98,10 +98,10 @@ def test_memory_is_the_files_with_scales_of_8_bits(shape):
 
 def test_a_tied_table_is_held_once(shape):
     tied = replace(shape, tied_embeddings=True, weight_bits=shape.weight_bits.tied())
-    both, one = (predicted_memory(STORED, as_loaded(each), GPU).weights for each in (shape, tied))
+    untied_bytes, tied_bytes = (predicted_memory(STORED, as_loaded(each), GPU).weights for each in (shape, tied))
     stored = shape.weight_bits.stored
     assert tied.weight_bits.stored.head == stored.embedding
-    assert both - one == pytest.approx(shape.embedding_params * stored.head / 8)
+    assert untied_bytes - tied_bytes == pytest.approx(shape.embedding_params * stored.head / 8)
 
 
 def test_steps_read_the_stored_bytes_at_rates_of_their_own(shape):

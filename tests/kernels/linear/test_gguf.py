@@ -107,9 +107,10 @@ def test_rows_of_a_table_are_the_chosen_ones(kind: int, backend: str, device: st
 
 def test_neighbours_of_one_type_are_stacked() -> None:
     (q, q_values), (k, k_values), (v, v_values) = weight_of(12, 32, 256), weight_of(12, 16, 256), weight_of(14, 16, 256)
-    qk, alone = stacked([q, k, v])
-    assert torch.allclose(qk.dequantize(), torch.cat([q_values, k_values])) and qk.shape == (48, 256)
-    assert alone is v and torch.allclose(alone.dequantize(), v_values)
+    queries_and_keys, values = stacked([q, k, v])
+    assert torch.allclose(queries_and_keys.dequantize(), torch.cat([q_values, k_values]))
+    assert queries_and_keys.shape == (48, 256)
+    assert values is v and torch.allclose(values.dequantize(), v_values)
 
 
 def test_an_input_of_another_width_is_refused() -> None:
