@@ -22,45 +22,32 @@ from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, BadModelFile, ModelShape, WeightBits, mean_bits
 from ridgeplan.roofline.catalog.validation import brief
 
-# Weights and bytes of a block by the type's number in the file (ggml/include/ggml.h, ggml/src/ggml-common.h).
-_BLOCKS = {
-    0: (1, 4),  # F32
-    1: (1, 2),  # F16
-    2: (32, 18),  # Q4_0
-    3: (32, 20),  # Q4_1
-    6: (32, 22),  # Q5_0
-    7: (32, 24),  # Q5_1
-    8: (32, 34),  # Q8_0
-    9: (32, 40),  # Q8_1
-    10: (256, 84),  # Q2_K
-    11: (256, 110),  # Q3_K
-    12: (256, 144),  # Q4_K
-    13: (256, 176),  # Q5_K
-    14: (256, 210),  # Q6_K
-    15: (256, 292),  # Q8_K
-    16: (256, 66),  # IQ2_XXS
-    17: (256, 74),  # IQ2_XS
-    18: (256, 98),  # IQ3_XXS
-    19: (256, 50),  # IQ1_S
-    20: (32, 18),  # IQ4_NL
-    21: (256, 110),  # IQ3_S
-    22: (256, 82),  # IQ2_S
-    23: (256, 136),  # IQ4_XS
-    29: (256, 56),  # IQ1_M
-    30: (1, 2),  # BF16
-    34: (256, 54),  # TQ1_0
-    35: (256, 66),  # TQ2_0
-    39: (32, 17),  # MXFP4
-    40: (64, 36),  # NVFP4
-    41: (128, 18),  # Q1_0
-}
+# Name, and weights and bytes of a block, of the types that are read, by their numbers (ggml/include/ggml.h,
+# ggml/src/ggml-common.h).
+_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+}  # fmt: skip
+# Names of others that files may have: integers, doubles, types of intermediate results, and what is not decoded.
+_UNREAD = {
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8",
+    33: "Q4_0_8_8", 41: "Q1_0",
+}  # fmt: skip
 
 
-def gguf_bits(kind: int) -> float:
-    """Bits per weight of a tensor type, scales included. Raises ValueError for types of integers and unknown ones."""
-    if kind not in _BLOCKS:
-        raise ValueError(f"tensors of type {brief(kind)} are not supported")
-    weights, block_bytes = _BLOCKS[kind]
+def gguf_bits(kind: int, name: str = "") -> float:
+    """Bits per weight of a tensor type, scales included. Raises ValueError for one that is not read.
+
+    name: the tensor's, for the message.
+    """
+    if kind not in _TYPES:
+        read = ", ".join(each for each, _, _ in _TYPES.values())
+        raise ValueError(f"tensor {brief(name)} is of type {_UNREAD.get(kind, kind)}, which is not read; read: {read}")
+    _, weights, block_bytes = _TYPES[kind]
     return 8 * block_bytes / weights
 
 
@@ -268,6 +255,9 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
         supported = ", ".join(_SUPPORTED)
         raise ValueError(f"architecture {brief(architecture)} is not supported; supported: {supported}")
 
+    for name, kind in header.types.items():
+        gguf_bits(kind, name)  # raises for one that is not read, whatever the tensor is for
+
     def value(key: str, default: object = None) -> Any:
         entry = header.metadata.get(f"{architecture}.{key}", default)
         if entry is None:
@@ -336,7 +326,7 @@ def keeps_experts(header: GGUFHeader) -> bool:
 
 
 def weight_bits_of(header: GGUFHeader) -> WeightBits:
-    """The mean bits per weight of each part's tensors. Raises ValueError for a type that is not known."""
+    """The mean bits per weight of each part's tensors. Raises ValueError for a type that is not read."""
     matrices = [
         (part, math.prod(dimensions), header.types[name])
         for name, dimensions in header.tensors.items()

@@ -1,15 +1,17 @@
 """Checkpoints cost what they hold: bits per weight of every published format, and refusals of what is not known."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf_headers import llama_8b_header
 
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline.catalog.config_json import shape_from_config
-from ridgeplan.roofline.catalog.gguf import gguf_bits
+from ridgeplan.roofline.catalog.gguf import gguf_bits, shape_of_header
 from ridgeplan.roofline.catalog.model_shape import PARTS, WeightBits, mean_bits
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
@@ -32,7 +34,6 @@ CONFIG = {
 }
 # By hand: q and o are 64 x 64, k and v 64 x 32; gate, up and down 64 x 96.
 ATTENTION, MLP, TABLE, VECTORS = 2 * 12_288, 2 * 18_432, 8_192, 5 * 64
-INTEGERS = {"I8", "I16", "I32", "I64", "F64"}
 
 
 def bits_of(quantization=None, **changes):
@@ -190,12 +191,24 @@ def test_types_that_are_not_known_are_refused(dtype):
 
 @pytest.mark.parametrize("kind", GGMLQuantizationType, ids=lambda kind: kind.name)
 def test_gguf_types_are_those_of_the_gguf_package(kind):
-    if kind.name in INTEGERS:
-        with pytest.raises(ValueError, match="are not supported"):
-            gguf_bits(int(kind))
+    if kind.name not in ("F32", "F16") and kind not in gguf.quants._type_traits:  # which it does not decode either
+        with pytest.raises(ValueError, match=f"tensor 'a' is of type {kind.name}, which is not read; read: F32, F16, "):
+            gguf_bits(int(kind), "a")
         return
     weights, block_bytes = GGML_QUANT_SIZES[kind]
     assert gguf_bits(int(kind)) == 8 * block_bytes / weights
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "shown"), [("blk.3.ffn_up.weight", 31, "Q4_0_4_4"), ("output_norm.weight", 77, 77)]
+)
+def test_a_type_that_is_not_read_is_named_with_its_tensor(name, kind, shown):
+    header = llama_8b_header()
+    types = {**header.types, name: kind}
+    with pytest.raises(
+        ValueError, match=rf"^tensor '{name}' is of type {shown}, which is not read; read: F32, .*NVFP4$"
+    ):
+        shape_of_header(replace(header, types=types), Path("other.gguf"))
 
 
 def test_a_gguf_file_costs_what_its_tensors_take(tmp_path):
