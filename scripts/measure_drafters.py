@@ -8,6 +8,7 @@ them. Every plan then continues the text once. Rows are saved one by one; a run 
     python scripts/measure_drafters.py drafters_h200.json --model MODEL.gguf --drafter-head head/ --seconds 280 \
         --code texts/code.txt --docs texts/docs.txt --prose texts/prose.txt --random 4096x1 32768x1
 
+Several such scripts may share a GPU (gpu_turns.py).
 With --random, plain decoding and rounds that adapt continue random tokens, on which drafts are seldom accepted.
 
 A head of the small model (`ridgeplan distill --drafter --draft-vocab 32000`) is placed in the large shape as the small
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_turns import gpu_turn
 from results_file import ResultsFile, free
 
 from ridgeplan import planner
@@ -158,13 +160,16 @@ class Bench:
         begin, known = time.monotonic(), {row["row"] for row in self.file.results.get(section, [])}
         plans = {name: plan for name, plan in plans.items() if name not in known}
         while plans:  # in rounds of as many as the memory holds
-            engines = self._engines(plans, prompts)
-            built = {name: engine for name, engine in engines.items() if isinstance(engine, Engine)}
-            if filled := list(dict.fromkeys(built.values())):
-                filled[0].prefill_with(filled[1:], prompts, self.new_tokens)
+            with gpu_turn(timed=False):
+                engines = self._engines(plans, prompts)
+                built = {name: engine for name, engine in engines.items() if isinstance(engine, Engine)}
+                if filled := list(dict.fromkeys(built.values())):
+                    filled[0].prefill_with(filled[1:], prompts, self.new_tokens)
             print(f"{section}: ready after {time.monotonic() - begin:.1f} s", flush=True)
             rows = built or engines
-            self.file.measure(section, {name: partial(self._row, plans[name], rows[name], prompts) for name in rows})
+            calls = {name: partial(self._row, plans[name], rows[name], prompts) for name in rows}
+            with gpu_turn(timed=True):
+                self.file.measure(section, calls)
             plans = {name: plan for name, plan in plans.items() if name not in rows}
 
     def _engines(self, plans: dict[str, Plan], prompts: list[list[int]]) -> dict[str, Engine | str]:

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure_vllm import LLAMA_8B, beside_others, engine_memory, gpu_turn
+from gpu_turns import gpu_turn
+from measure_vllm import LLAMA_8B, beside_others, engine_memory
 
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions, Traffic, serving_capacity

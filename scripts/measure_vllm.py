@@ -2,9 +2,8 @@
 
     python scripts/measure_vllm.py --output vllm.json [--seconds 460] [--only llama-bf16 ...]
 
-Several such scripts may start engines on one GPU together, which is mostly the host's work, and measure them one at a
-time: GPU_TURNS, of the environment, names a file that they lock, and KV_GB is the memory of each engine's cache. A
-shell takes the same turns with `flock --shared FILE` for what is not timed and `flock FILE` for what is.
+Several such scripts may start engines on one GPU together, which is mostly the host's work (gpu_turns.py). KV_GB, of
+the environment, is then the memory of each engine's cache.
 
 Needs one GPU, an installed vLLM and this package; writes the file anew after every measured case. It produced the rows
 of planner/engines/measured.toml; users measure their own engine with `ridgeplan calibrate --engine vllm`.
@@ -15,18 +14,17 @@ Routers get normally distributed weights, as dummy ones send all rows to the sam
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from gpu_turns import gpu_turn
 
 from ridgeplan.validate.engine_steps import NEW_TOKENS, InProcessVllm
 
@@ -38,6 +36,7 @@ ROUTERS = (".router.weight", "mlp.gate.weight")
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 # vLLM's own sizes, up to the largest batch.
 GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
+CHUNK = 8192  # tokens of prompts in a step, which layers with windows hold as well
 EXPERT_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 MODEL_CELLS = ((120_000, 1), (32_768, 1), (32_768, 8))  # those of measure_models.py
 LLAMA_8B = {
@@ -202,7 +201,7 @@ def measure(setup: Setup, send: Any) -> None:
     with gpu_turn(timed=False):
         engine = InProcessVllm.start(
             str(folder), setup.config["vocab_size"], longest + 2 * NEW_TOKENS, load_format="dummy",
-            quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=16384,
+            quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=CHUNK,
             dtype="bfloat16", compilation_config=GRAPHS, **beside_others(),
             gdn_prefill_backend="triton",  # FlashInfer's is compiled for minutes at first use
             **({"speculative_config": drafting} if drafting else {}),
@@ -218,18 +217,6 @@ def measure(setup: Setup, send: Any) -> None:
             send({"setup": setup.name, "model": setup.model, "weights": setup.weights, "kv": setup.kv,
                   "context": context, "batch": batch, **({"drafts": setup.drafts} if setup.drafts else {}),
                   "pass_ms" if setup.drafts else "tpot_ms": round(tpot_ms, 4)})  # fmt: skip
-
-
-@contextmanager
-def gpu_turn(*, timed: bool) -> Iterator[None]:
-    """A turn on the GPU: the only one if `timed`, else shared with all others that are not timed."""
-    path = os.environ.get("GPU_TURNS")
-    if path is None:
-        yield
-        return
-    with Path(path).open("a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if timed else fcntl.LOCK_SH)
-        yield
 
 
 def beside_others(kv_gb: str | None = None) -> dict[str, Any]:
@@ -287,9 +274,11 @@ def engine_memory(llm: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _child(name: str, output: Path, rows: Path) -> None:
-    """Measures one setup; each case is written as it ends."""
+def _child(name: str, cases: list[str], output: Path, rows: Path) -> None:
+    """Measures one setup, of its cases only these if any are named; each is written as it ends."""
     setup = next(setup for setup in SETUPS if setup.name == name)
+    if cases:
+        setup = replace(setup, cases=tuple(case for case in setup.cases if "{}x{}".format(*case) in cases))
 
     def send(row: dict[str, Any]) -> None:
         with rows.open("a", encoding="utf-8") as lines:
@@ -306,11 +295,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--only", nargs="*", default=[setup.name for setup in SETUPS])
+    parser.add_argument("--cases", nargs="*", default=[], help="CONTEXTxBATCH; by default all of a setup")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = options.output.with_suffix(".jsonl")
     if options.child:
-        _child(options.child, options.output, rows)
+        _child(options.child, options.cases, options.output, rows)
         return
     deadline = time.monotonic() + options.seconds
     rows.write_text("", encoding="utf-8")
@@ -327,18 +317,19 @@ def main() -> None:
             continue
         before = rows.stat().st_size
         if forks:
-            forks = _forked(name, options.output, rows, left) or rows.stat().st_size > before
+            forks = _forked(name, options.cases, options.output, rows, left) or rows.stat().st_size > before
         if not forks and rows.stat().st_size == before:
             command = [sys.executable, __file__, "--output", str(options.output), "--child", name]
+            command += ["--cases", *options.cases]
             try:
                 subprocess.run(command, timeout=max(deadline - time.monotonic(), 1), check=False)
             except subprocess.TimeoutExpired:
                 print(f"{name}: time is up", flush=True)
 
 
-def _forked(name: str, output: Path, rows: Path, seconds: float) -> bool:
+def _forked(name: str, cases: list[str], output: Path, rows: Path, seconds: float) -> bool:
     """Measures a setup in a forked process; whether it ended well."""
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, output, rows))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, cases, output, rows))
     process.start()
     process.join(seconds)
     if process.is_alive():

@@ -37,7 +37,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from measure_vllm import GRAPHS, LLAMA_8B, beside_others, gpu_turn, write_tokenizer
+from gpu_turns import gpu_turn
+from measure_vllm import GRAPHS, LLAMA_8B, beside_others, write_tokenizer
 
 from ridgeplan.planner import resolve
 from ridgeplan.planner.export import ServeCommandOptions, engine_named, export_with_plugin, schema_for

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from gpu_turns import gpu_turn
 
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.dashboards.files import write_json
@@ -70,11 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with shared.engine(plan) as drafting:
                 begin = time.monotonic()
                 while not number or (rounds * len(cases) < chosen.rounds and time.monotonic() - begin < chosen.seconds):
-                    if number not in expected:
-                        expected[number] = engine.generate(prompts(number), NEW_TOKENS).tokens
-                    drafted = drafting.generate(prompts(number), NEW_TOKENS)
-                    rows = zip(prompts(number), expected[number], drafted.tokens, strict=True)
-                    gaps += [gap(engine, *row) for row in rows if row[1] != row[2]]
+                    with gpu_turn(timed=False):
+                        if number not in expected:
+                            expected[number] = engine.generate(prompts(number), NEW_TOKENS).tokens
+                        drafted = drafting.generate(prompts(number), NEW_TOKENS)
+                        rows = zip(prompts(number), expected[number], drafted.tokens, strict=True)
+                        gaps += [gap(engine, *row) for row in rows if row[1] != row[2]]
                     rounds, tokens = rounds + drafted.statistics.rounds, tokens + drafted.statistics.generated
                     number += 1
                     held.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)

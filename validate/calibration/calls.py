@@ -17,7 +17,7 @@ from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES
-from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, experts_kind, linear_kind
+from ridgeplan.roofline.latency import SCANS, STORED_LINEAR, WIDE, WIDE_SCANS, experts_kind, linear_kind
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime.heap import keep_freed_memory
 from ridgeplan.runtime.model.linear import Dense
@@ -29,9 +29,9 @@ from ridgeplan.validate.kernel_calls.experts import RoutedExperts
 from ridgeplan.validate.kernel_calls.kv_cache import quantize_call
 from ridgeplan.validate.kernel_calls.latent import LatentDecode
 from ridgeplan.validate.kernel_calls.layer import norm_call, rope_call, swiglu_call
-from ridgeplan.validate.kernel_calls.linear import linear_call
+from ridgeplan.validate.kernel_calls.linear import STORED_TYPES, LinearVariants, linear_call
 from ridgeplan.validate.kernel_calls.sampling import RejectionSampling, draw_call, rejection_call, uniform_numbers
-from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, SamplingSize
+from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, LinearSize, SamplingSize
 from ridgeplan.validate.kernel_calls.sparse import RATIO, SparseAttention, SparseDraft, chosen_tokens, top_k_call
 from ridgeplan.validate.kernel_calls.state import delta_step_call
 from ridgeplan.validate.machine import last_cache_bytes
@@ -58,6 +58,7 @@ def class_calls(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterab
         "linear": dense_calls(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": dense_calls(bench, "head", suite.head_shapes, suite.head_rows),
         **{linear_kind(bits): quantized_calls(bench, bits, quantized_shapes, suite.quantized_rows) for bits in (4, 8)},
+        STORED_LINEAR: stored_calls(bench, suite.stored_shapes, suite.quantized_rows),
         **{
             experts_kind(bits): expert_calls(bench, bits, suite.expert_sizes, suite.quantized_rows)
             for bits in (16, 8, 4)
@@ -125,6 +126,15 @@ def quantized_calls(
         per_parameter = weight_bytes(bits, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
             yield linear_call(linear_kind(bits), bench.random(1, count, inputs), products, outputs, per_parameter)
+
+
+def stored_calls(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[KernelCall]:
+    """Products with weights of GGUF files as they are stored, of the types that Q4_K_M mixes."""
+    for kind, (outputs, inputs) in product(STORED_TYPES, shapes):
+        weights = LinearVariants.draw(bench, kind, LinearSize(outputs, inputs, ()))
+        for count in rows:
+            x = bench.random(1, count, inputs)
+            yield linear_call(STORED_LINEAR, x, weights.products, outputs, weights.weight_bytes)
 
 
 def expert_calls(

@@ -10,8 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog.gguf_types import NESTED_GROUP
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
+from ridgeplan.roofline.latency import SCANS, STORED_LINEAR, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads
 from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, StateSize, as_tuples
 from ridgeplan.validate.random_model import llama_like_shape
@@ -81,9 +82,14 @@ class Suite:
         """Sizes of vocabularies to sample from."""
         return tuple(outputs for outputs, _ in self.head_shapes)
 
+    @property
+    def stored_shapes(self) -> Shapes:
+        """Every second shape of the linear layers whose rows are whole super-blocks of GGUF's K types."""
+        return tuple(shape for shape in self.linear_shapes if shape[1] % NESTED_GROUP == 0)[::2]
+
     def steps_of(self, kind: str) -> tuple[int, ...] | None:
         """Rows at which the time of a class may step up; None where it grows with bytes and FLOPs alone."""
-        if kind.removeprefix("grouped_") in ("linear", "linear_int8", "linear_int4", "head"):
+        if kind.removeprefix("grouped_") in ("linear", "linear_int8", "linear_int4", STORED_LINEAR, "head"):
             return self.linear_steps
         if kind.startswith("attention") and kind != "attention_mla":
             return self.attention_steps

@@ -15,7 +15,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.latency import KERNEL_CLASSES, STORED_LINEAR, WIDE_SCANS, attention_kind, experts_kind
+from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS, attention_kind, experts_kind
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate import timing
@@ -29,7 +29,7 @@ from ridgeplan.validate.timing import Bench, KernelCall
 
 TINY = Suite(
     pool_bytes=8 << 20, trial_s=0.002, matmul_size=128,
-    linear_shapes=((64, 64), (256, 128)), linear_rows=(1, 5), quantized_rows=(1,),
+    linear_shapes=((64, 64), (256, 128), (64, 256)), linear_rows=(1, 5), quantized_rows=(1,),
     head_shapes=((512, 64),), head_rows=(1,),
     heads=(Heads(3, 1, 32), Heads(2, 1, 128)), batches=(1, 2), tokens=(64, 512), queries=(1, 5),
     prefill_shapes=((64, 64),), prefill_rows=(64, 128), prefill_tokens=(64,),
@@ -59,7 +59,6 @@ def test_every_class_is_measured(profile: Profile) -> None:
     large = {attention_kind(bits, 256) for bits in (0, 4, 8)}  # heads that the quick suite lacks
     # No model of the suite has as many query heads as wide scans.
     not_executed = {*experts, *large, "state", "attention_mla", *WIDE_SCANS, "sparse_attention_wide"}
-    not_executed |= {STORED_LINEAR}  # has the rates of a relative
     assert set(KERNEL_CLASSES) - set(profile.classes) == {*not_executed, "gap"}  # a CPU's rounds have no such gaps
     assert profile.source == "calibrated"
     assert not profile.asynchronous
