@@ -14,7 +14,7 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
+from ridgeplan.roofline.catalog.model_shape import FULL_BITS, KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.execution import RoundKind, round_shape
@@ -118,7 +118,7 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
         **_weight_terms(plan, shape, device, plan.weights.target_bits, target_head_bits(plan)),
         **_selection_terms(shape, cost, selection, plan.attention.active),
         dense=int(plan.weights.dense),
-        head_dense=int(target_head_bits(plan) == 16 and not plan.weights.stored),
+        head_dense=int(target_head_bits(plan) == 16 and not _head_in_blocks(plan, shape)),
         table_saved_bytes=_table_saved_bytes(plan, shape, device),
         bits=target_code_bits(plan),
         score_bytes=_score_bytes(shape, cost),
@@ -133,12 +133,11 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
 def _draft(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -> DraftStrategy:
     speculation = plan.speculation
     per_query, score_bytes = speculation.selection.per_query, _score_bytes(shape, cost)
-    dense = int(plan.weights.draft_bits == 16 and not plan.weights.stored)
     return DraftStrategy(
         **_weight_terms(plan, shape, device, plan.weights.draft_bits, draft_head_bits(plan)),
         **_selection_terms(shape, cost, speculation.selection, speculation.sparse),
-        dense=dense,
-        head_dense=dense,
+        dense=int(plan.weights.draft_bits == 16 and not plan.weights.stored),
+        head_dense=int(plan.weights.draft_bits == 16 and not _head_in_blocks(plan, shape)),
         bits=draft_code_bits(plan),
         score_bytes=score_bytes * per_query,
         round_score_bytes=score_bytes * (not per_query),
@@ -158,7 +157,11 @@ def _weight_terms(plan: Plan, shape: ModelShape, device: Device, bits: int, head
     """
     group, held = plan.weights.group, shape.weight_bits
     if plan.weights.stored:
-        return {"weight_bytes": held.stored.layers / 8, "head_bytes": held.stored.head / 8}
+        bytes_each = (
+            held.stored.layer_bytes(device.element_bytes),
+            held.stored.table_bytes("head", device.element_bytes),
+        )
+        return dict(zip(("weight_bytes", "head_bytes"), bytes_each, strict=True))
     full_head_bytes = held.full_bytes("head", device.element_bytes)
     return {
         "weight_bytes": weight_bytes(bits, group, held.widest_bytes(device.element_bytes)),
@@ -166,12 +169,17 @@ def _weight_terms(plan: Plan, shape: ModelShape, device: Device, bits: int, head
     }
 
 
+def _head_in_blocks(plan: Plan, shape: ModelShape) -> bool:
+    """Whether the output head is read in the blocks of a GGUF file."""
+    return plan.weights.stored and shape.weight_bits.stored.head < FULL_BITS
+
+
 def _table_saved_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:
     """Bytes per parameter that the embedding takes less than in full precision; where it is the head's, all of them."""
     if not plan.weights.stored:
         return 0.0
-    held = shape.weight_bits
-    apart_bytes = 0.0 if shape.tied_embeddings else held.stored.embedding / 8
+    held, is_head = shape.weight_bits, shape.tied_embeddings and _head_in_blocks(plan, shape)
+    apart_bytes = 0.0 if is_head else held.stored.table_bytes("embedding", device.element_bytes)
     return held.full_bytes("embedding", device.element_bytes) - apart_bytes
 
 
@@ -302,7 +310,11 @@ def expert_bits(plan: Plan, shape: ModelShape, *, drafting: bool = False) -> int
 
 def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     drafting = part == "draft"
-    if plan.weights.stored and (kind == "head" or (kind == "linear" and part != "prefill")):
+    if (
+        _head_in_blocks(plan, shape)
+        if kind == "head"
+        else plan.weights.stored and kind == "linear" and part != "prefill"
+    ):
         return STORED_LINEAR
     if kind == "head":
         bits = draft_head_bits(plan) if drafting else target_head_bits(plan)

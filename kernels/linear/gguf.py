@@ -7,8 +7,9 @@ of the product's input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -93,17 +94,17 @@ class GgufWeight:
         return values.flatten(1).to(dtype)
 
 
-def stacked(weights: Sequence[GgufWeight]) -> tuple[GgufWeight, ...]:
-    """The weights, stacked by outputs, with neighbours of one type as one weight."""
-    joined: list[GgufWeight] = []
-    for weight in weights:
-        if joined and joined[-1].kind == weight.kind:
-            above = joined[-1].parts
-            parts: dict[str, Any] = {name: torch.cat([above[name], part]) for name, part in weight.parts.items()}
-            joined[-1] = replace(weight, **parts)
+def stacked(weights: Iterable[GgufWeight | Tensor]) -> Iterator[GgufWeight | Tensor]:
+    """The weights, stacked by outputs, with neighbours of one type as one weight; dense ones [outputs, inputs] too."""
+    for kind, group in groupby(weights, lambda weight: weight.kind if isinstance(weight, GgufWeight) else None):
+        alike: list[Any] = list(group)
+        if len(alike) == 1:
+            yield alike[0]
+        elif kind is None:
+            yield torch.cat(alike)
         else:
-            joined.append(weight)
-    return tuple(joined)
+            parts = {name: torch.cat([weight.parts[name] for weight in alike]) for name in alike[0].parts}
+            yield replace(alike[0], **parts)
 
 
 def _fields(words: Tensor, bits: int, unit: int, offset: int) -> Tensor:

@@ -19,7 +19,14 @@ from typing import Any
 from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
-from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, BadModelFile, ModelShape, WeightBits, mean_bits
+from ridgeplan.roofline.catalog.model_shape import (
+    FULL_BITS,
+    KEPT_FORMAT,
+    BadModelFile,
+    ModelShape,
+    WeightBits,
+    mean_bits,
+)
 from ridgeplan.roofline.catalog.validation import brief
 
 # Name, and weights and bytes of a block, of the types that are read, by their numbers (ggml/include/ggml.h,
@@ -205,7 +212,8 @@ _SUPPORTED = {
     "gpt-oss": "gpt_oss", "qwen35": "qwen3_5_text",
 }  # fmt: skip
 KEPT_TYPE = 39  # MXFP4
-STORED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # whose weights may stay in `BLOCK_FORMATS`
+STORED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # whose weights may stay in `BLOCK_FORMATS` ...
+FULL_TYPES = (0, 1, 30)  # ... beside F32, F16 and BF16, which a machine holds in its full precision
 # Keys of a config.json by those of a GGUF file.
 _CONFIG_KEYS = {
     "num_hidden_layers": "block_count",
@@ -272,12 +280,11 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
         bits = weight_bits_of(header)
         if keeps_experts(header):
             bits = WeightBits(experts=gguf_bits(KEPT_TYPE), format=KEPT_FORMAT)
-        return replace(shape, weight_bits=bits.tied() if shape.tied_embeddings else bits)
+        return replace(shape, weight_bits=bits)
     heads = value("attention.head_count")
     q_width = _tensor(header, "blk.0.attn_q.weight")[-1]
     window = value("attention.sliding_window", 0) or None
-    layers, tied = value("block_count"), "output.weight" not in header.tensors
-    bits = weight_bits_of(header)
+    layers = value("block_count")
     return ModelShape(
         name=path.stem,
         architecture=str(architecture),
@@ -289,14 +296,14 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
         intermediate=value("feed_forward_length"),
         vocab=_tensor(header, "token_embd.weight")[-1],
         max_context=value("context_length"),
-        tied_embeddings=tied,
+        tied_embeddings="output.weight" not in header.tensors,
         attention_bias="blk.0.attn_q.bias" in header.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
         window_tokens=window,
         window_layers=layers if window else 0,
         rope_theta=value("rope.freq_base", 10_000.0),
         rope_original_context=value("rope.scaling.original_context_length", 0) or None,
-        weight_bits=bits.tied() if tied else bits,
+        weight_bits=weight_bits_of(header),
         source=str(path),
     )
 
@@ -326,7 +333,10 @@ def keeps_experts(header: GGUFHeader) -> bool:
 
 
 def weight_bits_of(header: GGUFHeader) -> WeightBits:
-    """The mean bits per weight of each part's tensors. Raises ValueError for a type that is not read."""
+    """The mean bits per weight of each part's tensors; the head's are the embedding's where the file has none.
+
+    Raises ValueError for a type that is not read.
+    """
     matrices = [
         (part, math.prod(dimensions), header.types[name])
         for name, dimensions in header.tensors.items()
@@ -334,15 +344,22 @@ def weight_bits_of(header: GGUFHeader) -> WeightBits:
         and math.prod(dimensions)
     ]
     bits = mean_bits(((part, elements, gguf_bits(kind)) for part, elements, kind in matrices), "gguf")
+    if "output.weight" not in header.tensors:
+        bits = bits.tied()
     stays = header.metadata.get("general.architecture") in STORED_ARCHITECTURES
-    if not stays or any(kind not in BLOCK_FORMATS for _, _, kind in matrices):
+    if not stays or any(kind not in (*BLOCK_FORMATS, *FULL_TYPES) for _, _, kind in matrices):
         return bits
-    places = {"embedding": "embedding", "head": "head"}
-    held = mean_bits(
-        ((places.get(part, "mlp"), elements, BLOCK_FORMATS[kind].held_bits) for part, elements, kind in matrices),
-        "gguf",
-    )
-    return bits.with_stored({"layers": held.mlp, "embedding": held.embedding, "head": held.head})
+    held = {kind: described.held_bits for kind, described in BLOCK_FORMATS.items()}
+    layers = [(elements, kind) for part, elements, kind in matrices if part not in ("embedding", "head")]
+    total = sum(elements for elements, _ in layers)
+    blocks = sum(elements * held.get(kind, 0) for elements, kind in layers)
+    if not blocks:
+        return bits
+    full = sum(elements for elements, kind in layers if kind in FULL_TYPES)
+    embedding = header.types["token_embd.weight"]
+    head = header.types.get("output.weight", embedding)
+    tables = {"embedding": held.get(embedding, FULL_BITS), "head": held.get(head, FULL_BITS)}
+    return bits.with_stored({"layers": blocks / total, "full": full / total, **tables})
 
 
 def _tensor(header: GGUFHeader, name: str) -> tuple[int, ...]:

@@ -53,12 +53,23 @@ def _bits() -> Any:
 class StoredBits(Checked):
     """Bits per weight, scales included, of a GGUF file's blocks as products read them; 0 where none can.
 
-    layers: the mean over all matrices of the layers. head: the embedding's where both are one table.
+    layers: the mean over all matrices of the layers, to which those in full precision, a share `full` of the weights,
+    add nothing. embedding, head: 16 in full precision; the head's are the embedding's where both are one table.
     """
 
     layers: float = number(0, 64, default=0.0)
+    full: float = number(0, 1, default=0.0)
     embedding: float = number(0, 64, default=0.0)
     head: float = number(0, 64, default=0.0)
+
+    def layer_bytes(self, element_bytes: float) -> float:
+        """Bytes per weight of the layers' matrices, on a machine with `element_bytes` per element."""
+        return self.layers / 8 + self.full * element_bytes
+
+    def table_bytes(self, part: str, element_bytes: float) -> float:
+        """Bytes per weight of the embedding or the head."""
+        bits: float = getattr(self, part)
+        return element_bytes if bits == FULL_BITS else bits / 8
 
 
 @dataclass(frozen=True)

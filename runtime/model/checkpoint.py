@@ -74,17 +74,14 @@ class StateDict:
         head = table if self.config.shape.tied_embeddings or head is None else head
         layout = self.config.checkpoint
         norm = stream_norm(layout, self.tensors.pop, "model.norm", device, layout.logit_scale)
-        if isinstance(table, GgufWeight):
-            assert isinstance(self.tensors, StoredTensors) and isinstance(head, GgufWeight), "a converted folder"
-            empty = torch.empty(0, table.inputs, dtype=self.tensors.dtype, device=device)
-            embedding_table = table.with_parts(lambda part: part.to(device))
-            head_table = embedding_table if head is table else head.with_parts(lambda part: part.to(device))
-            return self._finite(
-                DecoderWeights(empty, (), norm, Stored((head_table,)), layout.logit_cap, embedding_table)
-            )
-        embedding = _copied(table, device)
-        head_weight = embedding if head is table else _copied(head, device)
-        return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight), layout.logit_cap))
+        held = _copied(table, device)
+        head_weight = held if head is table else _copied(head, device)
+        output = Stored((head_weight,)) if isinstance(head_weight, GgufWeight) else Dense(head_weight)
+        if not isinstance(held, GgufWeight):
+            return self._finite(DecoderWeights(held, (), norm, output, layout.logit_cap))
+        assert isinstance(self.tensors, StoredTensors), "a converted folder"
+        empty = torch.empty(0, held.inputs, dtype=self.tensors.dtype, device=device)
+        return self._finite(DecoderWeights(empty, (), norm, output, layout.logit_cap, held))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
         """The layers on `device`, one after another; unless `keep`, each is dropped here."""
@@ -106,8 +103,10 @@ class StateDict:
         return part
 
 
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy, as a single view would keep the whole mapped checkpoint in memory."""
+def _copied(tensor: Any, device: torch.device) -> Any:
+    """A copy, as a single view would keep the whole mapped checkpoint in memory; of a GGUF file's blocks, too."""
+    if isinstance(tensor, GgufWeight):
+        return tensor.with_parts(lambda part: part.to(device, copy=True))
     return tensor.to(device, copy=True)
 
 
@@ -364,8 +363,9 @@ def _fused(take: Take, device: torch.device, *names: str, whole: str = "") -> An
     biases = [take(f"{name}.bias", None) for name in names]
     present = [bias for bias in biases if bias is not None]
     bias = torch.cat(present).to(device) if present else None
-    if isinstance(weights[0], GgufWeight):
-        return Stored(tuple(weight.with_parts(lambda part: part.to(device)) for weight in stacked(weights)), bias)
+    if any(isinstance(weight, GgufWeight) for weight in weights):
+        parts = (_copied(part, device) for part in stacked(weights))
+        return Stored(tuple(Dense(part) if isinstance(part, Tensor) else part for part in parts), bias)
     weight = torch.cat(weights) if fused is None else fused
     return Dense(weight.to(device), bias)
 

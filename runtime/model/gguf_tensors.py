@@ -30,6 +30,7 @@ from ridgeplan.roofline.catalog.layers import State
 from ridgeplan.runtime.model.packed_weights import stored_name
 
 BLOCK_BYTES = 17
+NUMBERS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # of tensors without blocks, by their type
 REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -140,9 +141,9 @@ def stored_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def stored_tensors(path: Path, header: GGUFHeader) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a dense model's file, layer by layer: matrices as they are stored, the others in float32.
+    """The tensors of a dense model's file, layer by layer: those of `BLOCK_FORMATS` as blocks, the others as numbers.
 
-    The matrices must be of `BLOCK_FORMATS`, whose parts have the names of `stored_name`. llama.cpp's converter makes
+    Parts of blocks have the names of `stored_name`; numbers have the file's type. llama.cpp's converter makes
     neighbours of the halves of a rotary pair in Llama's queries and keys, and adds 1 to Gemma's weights of norms.
     """
     architecture = str(header.metadata["general.architecture"])
@@ -159,6 +160,7 @@ def stored_tensors(path: Path, header: GGUFHeader) -> Iterator[dict[str, Tensor]
             count = heads.get(name.split(".")[-2])
             if tensor.tensor_type not in BLOCK_FORMATS:
                 dense = _dequantized(tensor) - int(gemma and name.endswith("norm.weight"))
+                dense = dense.to(NUMBERS.get(tensor.tensor_type, torch.float32))
                 tensors[name] = dense if count is None else _halves_apart(dense, count)
                 continue
             weight = gguf_weight(int(tensor.tensor_type), torch.tensor(tensor.data))

@@ -152,16 +152,18 @@ class Mxfp4:
 class Stored:
     """y = x W^T + bias with weights as a GGUF file stores them, which no plan quantizes again.
 
-    weights: one below the other, as projections that are fused may be of several types.
+    weights: one below the other, as projections that are fused may be of several types, some in full precision.
     """
 
-    weights: tuple[GgufWeight, ...]
+    weights: tuple[GgufWeight | Dense, ...]
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
-        if len(self.weights) == 1:
-            return linear_gguf(x, self.weights[0], self.bias, gated=gated)
-        out = torch.cat([linear_gguf(x, weight) for weight in self.weights], dim=-1)
+        first = self.weights[0]
+        if len(self.weights) == 1 and isinstance(first, GgufWeight):
+            return linear_gguf(x, first, self.bias, gated=gated)
+        parts = (weight(x) if isinstance(weight, Dense) else linear_gguf(x, weight) for weight in self.weights)
+        out = torch.cat(list(parts), dim=-1)
         out = out if self.bias is None else out.add_(self.bias)
         return swiglu(out) if gated else out
 

@@ -260,10 +260,10 @@ class DecoderWeights:
 
     @property
     def format(self) -> WeightFormat:
-        """The format of the first projection."""
-        first = self.layers[0].mixer.projections[0]
-        if isinstance(first, Stored):
+        """The format of the first projection; as stored where any is, since some of a file may be dense."""
+        if any(isinstance(linear, Stored) for layer in self.layers for linear in layer.projections):
             return WeightFormat(stored=True)
+        first = self.layers[0].mixer.projections[0]
         if isinstance(first, Int8):
             return WeightFormat(8, first.weight.group, first.hierarchical)
         return WeightFormat(4, first.weight.group) if isinstance(first, Int4) else WeightFormat()

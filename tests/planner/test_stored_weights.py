@@ -1,5 +1,6 @@
 """Plans whose weights are those of a GGUF file: when they are searched, what they cost, and what they give up."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from ridgeplan.roofline.plan.support import as_loaded, missing_execution
 
 LAPTOP = "rtx4060-laptop"  # 8 GB
 GPU = Device(memory_bytes=8e9, element_bytes=2, num_sms=24)
+CPU = Device(memory_bytes=8e9, element_bytes=4, num_sms=2, asynchronous=0)
 WORKLOAD = Workload("Llama-3.1-8B-Q4_K_M", LAPTOP, 8192)
 STORED = Plan(WORKLOAD, Weights(stored=True))
 
@@ -94,6 +96,26 @@ def test_memory_is_the_files_with_scales_of_8_bits(shape):
     assert 1.01 * Q4_K_M_BYTES < weights < 1.03 * Q4_K_M_BYTES
     dense = predicted_memory(Plan(WORKLOAD), held, GPU).weights
     assert dense == pytest.approx(2 * shape.parameters, rel=1e-6)
+
+
+def test_matrices_of_16_bits_stay_beside_blocks_and_cost_their_bytes(shape):
+    """An embedding in F16, as in Google's QAT files, and a matrix of a layer in BF16: bytes by tensor."""
+    header = llama_8b_header()
+    mixed = {**header.types, "token_embd.weight": 1, "blk.3.ffn_up.weight": 30}
+    bits = weight_bits_of(replace(header, types=mixed)).stored
+    held = as_loaded(replace(shape, weight_bits=replace(shape.weight_bits, stored=bits)))
+    sizes = [(math.prod(header.tensors[name]), kind) for name, kind in mixed.items() if kind]
+    for device in (GPU, CPU):
+        blocks = {kind: described.held_bits / 8 for kind, described in BLOCK_FORMATS.items()}
+        exact = sum(count * blocks.get(kind, device.element_bytes) for count, kind in sizes)
+        weights = predicted_memory(STORED, held, device).weights
+        assert weights == pytest.approx(exact + 65 * 4096 * device.element_bytes, rel=1e-9)
+    tied = as_loaded(replace(held, tied_embeddings=True, weight_bits=held.weight_bits.tied()))
+    assert kernel_class(STORED, held, "target", "head") == STORED_LINEAR
+    assert kernel_class(STORED, tied, "target", "head") == "head"
+    untied_bytes, tied_bytes = (predicted_memory(STORED, each, GPU).weights for each in (held, tied))
+    assert untied_bytes - tied_bytes == pytest.approx(shape.embedding_params * bits.head / 8)
+    assert strategy_of(STORED, tied, GPU, 1.0).target.head_bytes == GPU.element_bytes
 
 
 def test_a_tied_table_is_held_once(shape):

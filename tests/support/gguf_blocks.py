@@ -98,6 +98,18 @@ def q6_k(random: Generator, blocks: int) -> Packed:
     return joined(lower, upper, scales, d), steps * (codes.reshape(blocks, 16, 16).astype(float) - 32)
 
 
+def f16(random: Generator, blocks: int) -> Packed:
+    """Numbers of their own, without scales."""
+    values = random.normal(0, 0.01, (blocks, 1)).astype(np.float16)
+    return joined(values), values
+
+
+def bf16(random: Generator, blocks: int) -> Packed:
+    """The upper halves of numbers in float32."""
+    halves = random.normal(0, 0.01, (blocks, 1)).astype(np.float32).view(np.uint32) >> 16
+    return joined(halves.astype(np.uint16)), (halves << 16).view(np.float32)
+
+
 def joined(*parts: np.ndarray) -> np.ndarray:
     """The bytes of all parts of each block, one part after the other."""
     return np.concatenate([np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in parts], axis=1)
@@ -113,4 +125,6 @@ BLOCKS: dict[str, tuple[int, Callable[[Generator, int], Packed]]] = {
     "Q4_K": (256, q4_k),
     "Q5_K": (256, q5_k),
     "Q6_K": (256, q6_k),
+    "F16": (1, f16),
+    "BF16": (1, bf16),
 }

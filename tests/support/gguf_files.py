@@ -48,6 +48,8 @@ def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] 
     routed = config.model_type == "qwen3_moe"
     writer = _writer(path, "qwen3moe" if routed else "llama", config, merge)
     names = {f"{name}.weight": f"{ours}.weight" for name, ours in REST.items()}
+    if config.tie_word_embeddings:
+        del names["output.weight"]
     for layer in range(config.num_hidden_layers):
         names |= {f"blk.{layer}.{name}.weight": f"model.layers.{layer}.{ours}.weight" for name, ours in LAYER.items()}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
