@@ -11,7 +11,7 @@ from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.quantities import probability_text, size_text, time_text
 from ridgeplan.planner.queries.drafter_range import DrafterRange
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
-from ridgeplan.planner.render.text import bottleneck, on_host_text
+from ridgeplan.planner.render.text import bottleneck, on_host_text, plain_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.plan.plan import Plan
@@ -152,7 +152,7 @@ class Recommendation(Table):
     @property
     def baseline_text(self) -> str:
         """What speed-ups compare with; marked where it does not fit, so that its time is hypothetical."""
-        return "plain decoding" if self.baseline_fits else "plain decoding, which does not fit"
+        return plain_text(self.shape) + ("" if self.baseline_fits else ", which does not fit")
 
     def _choice(self) -> list[str]:
         workload = self.plan.workload
@@ -177,11 +177,11 @@ class Recommendation(Table):
         return (
             f"{name}: {time_text(predicted.best.tpot_ms)} per token "
             f"({time_text(predicted.low.tpot_ms)} to {time_text(predicted.high.tpot_ms)}), "
-            f"{predicted.speedup:.2f}x plain decoding ({self._plain_text()}){chance} "
+            f"{predicted.speedup:.2f}x {plain_text(self.shape)} ({self._plain_ms_text()}){chance} "
             f"[{predicted.source}]"
         )
 
-    def _plain_text(self) -> str:
+    def _plain_ms_text(self) -> str:
         oom_reason = "" if self.baseline_fits else ", which does not fit"
         return time_text(self.baseline.best.tpot_ms) + oom_reason
 

@@ -22,7 +22,14 @@ from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.drafter_range import drafter_range
 from ridgeplan.planner.queries.estimate import PlanEstimate, estimate_plan, with_gamma
 from ridgeplan.planner.question import Question
-from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_text, on_host_text, overhead_text
+from ridgeplan.planner.render.text import (
+    SOURCE_WORDS,
+    bottleneck,
+    first_token_text,
+    on_host_text,
+    overhead_text,
+    plain_text,
+)
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.planner.resolution import with_drafter_rows
@@ -140,7 +147,7 @@ def _print(result: PlanEstimate) -> None:
         echo(wrapped(f"  note: {note}"))
     adaptive = f"adaptive up to {speculation.gamma}" if speculation.adaptive else ""
     rows = [(short_name(result.name), *opt.figures(predicted), adaptive),
-            ("plain decoding", *opt.figures(result.baseline), "")]  # fmt: skip
+            (plain_text(result.shape), *opt.figures(result.baseline), "")]  # fmt: skip
     print_table(
         f"Prediction ({opt.FIGURES_NOTE})",
         ("plan", *opt.FIGURES, ""),
@@ -223,7 +230,7 @@ def _time(result: PlanEstimate) -> Iterator[str]:
     best, low, high, plain_ms = predicted.best, predicted.low, predicted.high, result.baseline.best.tpot_ms
     yield (
         f"Time: {time_text(best.tpot_ms)} per token of a request ({time_text(low.tpot_ms)} to "
-        f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x plain decoding's {time_text(plain_ms)}"
+        f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x {plain_text(result.shape)}, {time_text(plain_ms)}"
     )
     yield f"  a round takes {time_text(predicted.round_ms)} and yields {predicted.tokens_per_round:.2f} tokens:"
     for part, seconds in predicted.round_s.items():

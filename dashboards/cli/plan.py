@@ -23,7 +23,7 @@ from ridgeplan.planner.quality import FIDELITY, RULER
 from ridgeplan.planner.quantities import GB, probability_text, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
-from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text
+from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text, plain_text
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import GIB
@@ -159,7 +159,8 @@ def _caveat(recommendation: Recommendation) -> str:
         return f"Note: {recommendation.notes[0]}"
     chance = recommendation.predicted.beats_plain
     if not chance or not recommendation.plan.speculation.active:
-        return f"Plain decoding takes {time_text(recommendation.baseline.best.tpot_ms)} per token"
+        plain = plain_text(recommendation.shape).capitalize()
+        return f"{plain} takes {time_text(recommendation.baseline.best.tpot_ms)} per token"
     sure = probability_text(chance)
     return f"Faster than plain decoding with {sure} probability [{recommendation.predicted.source}]"
 

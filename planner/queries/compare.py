@@ -141,7 +141,7 @@ def _compared(plan: Plan, question: Question) -> ComparedPlan:
     note = oom_reason.partition(":")[0] or executed.constraint_violation(plan) or executed.unsupported(plan) or ""
     if not note and predicted.offloaded_layers:
         note = f"offloaded: {on_host_text(predicted, executed.host_limit_bytes)}"
-    caveats = tuple(executed.notes())
+    caveats = tuple(question.notes())
     name, limit = divided_name(preset_name(plan), plan), executed.memory_limit_bytes
     plain_fits = baseline.best.peak_memory_bytes <= limit
     return ComparedPlan(plan, name, predicted.against(baseline), limit, note, plain_fits, caveats)

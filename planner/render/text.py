@@ -57,6 +57,11 @@ def overhead_text(plan: Plan, predicted: Prediction) -> str | None:
     return f"{time_text(predicted.overhead_ms)} for {named or 'gathering tokens'}"
 
 
+def plain_text(shape: ModelShape) -> str:
+    """Plain decoding, over which speed-ups are; in which precision, where loading decodes the checkpoint's weights."""
+    return "plain decoding in full precision" if shape.weight_bits.decoded else "plain decoding"
+
+
 BALANCED_WITHIN = 0.1  # weights and KV cache are balanced if attention takes 40% to 60% of a step
 
 

@@ -108,6 +108,11 @@ class WeightBits(Checked):
         return self.format in LOADED_FORMATS and self.format != KEPT_FORMAT and not self.full
 
     @property
+    def decoded(self) -> bool:
+        """Whether these are weights in full precision of a checkpoint that has others."""
+        return self.full and self.format not in ("bf16", "float32")
+
+    @property
     def full(self) -> bool:
         """Whether all parts are in full precision. No kernel was calibrated for others as they are stored."""
         return all(getattr(self, part) == FULL_BITS for part in PARTS)

@@ -47,6 +47,20 @@ def test_an_8b_model_in_4_bits_fits_a_laptop_of_8_gb(answer):
     assert "stored weights" in answer.explain()
 
 
+def test_speed_ups_say_that_they_are_over_decoded_weights(shape):
+    answer = planner.recommend(shape, "rtx3060", 8192)
+    assert f"{answer.predicted.speedup:.2f}x plain decoding in full precision (" in answer.explain()
+    assert answer.baseline_text == "plain decoding in full precision, which does not fit"
+    assert any("So does plain decoding, over which speed-ups are" in note for note in answer.notes)
+    compared = planner.compare([shape], ["rtx3060"], 8192)
+    assert any("So does plain decoding" in note for note in compared.notes)
+    bf16, engines = (
+        planner.recommend("Llama-3.1-8B", "h200", 8192),
+        planner.recommend(shape, "h200", 8192, backend="vllm"),
+    )
+    assert bf16.baseline_text == engines.baseline_text == "plain decoding"  # an engine reads the file's weights
+
+
 def test_the_best_of_such_plans_is_listed_where_unmeasured_rates_hold_them_back(shape):
     answer = planner.recommend(shape, "rtx3060", 8192)
     assert not answer.plan.weights.stored
