@@ -18,10 +18,11 @@ from ridgeplan.dashboards.cli.table_file import RowTable, write_table
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
-from ridgeplan.planner.queries.gamma import BATCHES, GammaCell
+from ridgeplan.planner.queries.gamma import BATCHES, DEFAULT_PRESET, GammaCell
 from ridgeplan.planner.queries.sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 from ridgeplan.planner.question import Question, ask
 from ridgeplan.planner.render.tables import Lines
+from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.plan.presets import short_name
 
 SHOWN_ROWS = 20
@@ -104,7 +105,10 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
 @command()
 @click.argument("model")
 @opt.gpu_argument
-@click.option("--preset", default="quantspec", help="A preset that drafts.")
+@click.option(
+    "--preset",
+    help=f"A preset or plan that drafts.  [default: {DEFAULT_PRESET}; where it does not fit, the fastest that does]",
+)
 @opt.context_list("Contexts, such as 4k..128k.  [default: 4k to the model's limit]")
 @opt.batch_list("Batches, such as 1..64.  [default: 1..32]")
 @opt.new_tokens
@@ -115,10 +119,10 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
 @opt.table_output
 @opt.as_json
 def gamma(
-    model: str, gpu: str | None, gpu_option: str | None, preset: str, contexts: Sequence[int],
+    model: str, gpu: str | None, gpu_option: str | None, preset: str | None, contexts: Sequence[int],
     batches: Sequence[int], output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
-    """Find the best gamma of a preset for MODEL on GPU, over contexts and batches.
+    """Find the best gamma of a preset or plan for MODEL on GPU, over contexts and batches.
 
     Each cell also shows the speed-up over plain decoding.
 
@@ -126,12 +130,14 @@ def gamma(
       ridgeplan gamma Llama-3.1-8B h200
       ridgeplan gamma Llama-3.1-8B h200 --ctx 4k..128k --batch 1..64
       ridgeplan gamma Qwen3-8B h100 --preset quantspec-weights --json
+      ridgeplan gamma model.gguf rtx4060-laptop --preset stored+int4x2+upper
     """
     gpu, batches = opt.gpu_of(gpu, gpu_option), batches or BATCHES
     if gpu is None:
         raise click.UsageError("gamma needs a GPU; allowed: as the second argument or by --gpu")
     options = SearchOptions(**search)
     cells = planner.best_gamma(model, gpu, preset=preset, contexts=contexts, batches=batches, options=options)
+    preset = cells[0].plan
     caveats = list(_notes(ask(model, gpu, max(cell.context for cell in cells), options), preset))
     rows_of_cells = [asdict(cell) for cell in cells]
     document = {"preset": preset, "cells": rows_of_cells, "notes": caveats}
@@ -148,17 +154,19 @@ def gamma(
     print_table(
         f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {batch}" for batch in batches), ""), rows
     )
+    if not all(cell.plain_fits for cell in cells if cell.fits):
+        echo(opt.PLAIN_DOES_NOT_FIT)
 
 
 def _notes(question: Question, preset: str) -> Iterator[str]:
     """Caveats of the longest context, and of a preset that is only estimated or not calibrated."""
     yield from question.notes()
     yield from question.limit_notes()
-    missing = question.as_executed.unsupported(planner.preset(preset, question.workload))
+    missing = question.as_executed.unsupported(named_plan(preset, question.workload))
     if missing:
         yield missing
 
 
 def _text(cell: GammaCell) -> str:
     """The gamma and its speed-up."""
-    return f"{cell.gamma} ({cell.speedup:.2f}x)" if cell.fits else "does not fit"
+    return f"{cell.gamma} ({opt.speedup_text(cell.speedup, cell.plain_fits)})" if cell.fits else "does not fit"

@@ -12,11 +12,14 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import estimate_kinds
 from ridgeplan.planner.question import Question, SearchOptions, ask
-from ridgeplan.planner.search import GAMMAS, named_plan
+from ridgeplan.planner.recommend import penalize_unmeasured_rates, ranked
+from ridgeplan.planner.search import GAMMAS, named_plan, search
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
+from ridgeplan.roofline.plan.presets import short_name
 
+DEFAULT_PRESET = "quantspec"
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32)
 
@@ -25,8 +28,11 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 class GammaCell:
     """The gamma with the least time per token that fits at one size, and its speed-up over plain decoding.
 
-    If none fits, it is the fastest of all gammas.
+    If none fits, it is the fastest of all gammas. plan: the one whose gammas these are. plain_fits: whether plain
+    decoding does.
     """
+
+    plan: str
 
     context: int
     batch: int
@@ -34,24 +40,29 @@ class GammaCell:
     tpot_ms: float
     speedup: float
     fits: bool
+    plain_fits: bool
 
 
 def best_gamma(
     model: str | ModelShape,
     gpu: str,
     *,
-    preset: str = "quantspec",
+    preset: str | None = None,
     contexts: Sequence[int] = (),
     batches: Sequence[int] = BATCHES,
     options: SearchOptions | None = None,
     **changes: Any,
 ) -> tuple[GammaCell, ...]:
-    """The best gamma of a preset that drafts, for every context and batch.
+    """The best gamma of a preset or plan that drafts, for every context and batch.
 
-    `contexts` default to those of `CONTEXTS` within the model's limit. Options and errors are those of `recommend`;
-    also raises PlanError for a preset without drafts.
+    `preset` defaults to quantspec or, where that does not fit the smallest size, to the fastest plan with self-drafts
+    that does, such as one on a GGUF file's stored weights. `contexts` default to those of `CONTEXTS` within the model's
+    limit. Options and errors are those of `recommend`; also raises PlanError for a preset without drafts.
     """
     question = ask(model, gpu, 1, options, **changes)
+    longest = question.shape.max_context
+    sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
+    preset = preset or _fitting(question.resized(min(sizes), min(batches)).as_executed)
     speculation = named_plan(preset, question.workload).speculation
     require(speculation.active, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
     drafter = (
@@ -59,9 +70,17 @@ def best_gamma(
     )
     require(not speculation.drafter.active, drafter)
     question.require_engine_runs(named_plan(preset, question.workload))
-    longest = question.shape.max_context
-    sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     return tuple(_cell(question.resized(*size).as_executed, preset) for size in product(sizes, batches))
+
+
+def _fitting(question: Question) -> str:
+    """The name of the plan whose gammas are shown unless the user names one."""
+    drafting = [
+        candidate.name
+        for candidate in ranked(penalize_unmeasured_rates(search(question), question))
+        if candidate.plan.speculation.self_drafts and not candidate.rejection(question)
+    ]
+    return DEFAULT_PRESET if DEFAULT_PRESET in drafting else short_name(next(iter(drafting), DEFAULT_PRESET))
 
 
 def _cell(question: Question, preset: str) -> GammaCell:
@@ -73,10 +92,12 @@ def _cell(question: Question, preset: str) -> GammaCell:
     best = int(np.argmin(np.where(fits | ~fits.any(), drafting.tpot_s, np.inf)))
     tpot_s = float(drafting.tpot_s[best])
     return GammaCell(
+        plan=preset,
         context=workload.context,
         batch=workload.batch,
         gamma=GAMMAS[best],
         tpot_ms=1e3 * tpot_s,
         speedup=float(plain.tpot_s[0]) / tpot_s,
         fits=bool(fits[best]),
+        plain_fits=bool(plain.memory.peak <= question.memory_limit_bytes),
     )

@@ -61,6 +61,17 @@ def test_speed_ups_say_that_they_are_over_decoded_weights(shape):
     assert bf16.baseline_text == engines.baseline_text == "plain decoding"  # an engine reads the file's weights
 
 
+def test_gamma_is_that_of_a_plan_that_fits(shape):
+    """QuantSpec's plan has weights in full precision: twice the memory of this GPU."""
+    cells = planner.best_gamma(shape, LAPTOP, contexts=(4096, 8192), batches=(1,))
+    assert {cell.plan for cell in cells} == {"stored+int4x2+upper"} and not any(cell.plain_fits for cell in cells)
+    assert all(cell.fits and cell.gamma > 0 for cell in cells)
+    larger = planner.best_gamma(shape, "rtx4090", contexts=(8192,), batches=(1,))
+    assert [(cell.plan, cell.fits, cell.plain_fits) for cell in larger] == [("quantspec", True, True)]
+    (named,) = planner.best_gamma(shape, "rtx4090", preset="stored+int4x2+upper", contexts=(8192,), batches=(1,))
+    assert named.plan == "stored+int4x2+upper" and named.fits
+
+
 def test_the_best_of_such_plans_is_listed_where_unmeasured_rates_hold_them_back(shape):
     answer = planner.recommend(shape, "rtx3060", 8192)
     assert not answer.plan.weights.stored
