@@ -15,6 +15,7 @@ from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.quantities import GB, parameters_text, tokens_text
 from ridgeplan.planner.render.tables import Bars
+from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
@@ -26,8 +27,9 @@ from ridgeplan.roofline.plan.support import missing_architecture, missing_execut
 TEMPLATE = Path(__file__).with_name("gpu_template.toml")
 PRESETS_LEGEND = (
     "w8: 8-bit weights. int8: 8-bit KV cache. int4x2: two planes of 4-bit codes. upper, full: the codes that drafts "
-    "read. :quest: the policy that selects their tokens. /w4: the drafts' weights.",
-    "`ridgeplan explain PRESET` describes a preset in words.",
+    "read. :quest: the policy that selects their tokens. /w4: the drafts' weights. stored: a GGUF file's "
+    "weights as it stores them.",
+    "`ridgeplan explain PRESET` describes a preset in words. --preset also takes combinations, such as stored+int8.",
 )
 SAMPLE = Workload("any", "any", 32_768)  # the workload at which presets are described
 
@@ -117,7 +119,7 @@ def presets(output: Path | None, as_json: bool) -> None:
       ridgeplan explain quantspec
       ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 32k
     """
-    plans = {name: make(SAMPLE) for name, make in PRESETS.items()}
+    plans = {name: make(SAMPLE) for name, make in PRESETS.items()} | {"stored": named_plan("stored", SAMPLE)}
     values = [
         {"name": name, "quality": str(quality_of(plan)), "executable": not missing_execution(plan), "changes":
          describe(plan)} for name, plan in plans.items()

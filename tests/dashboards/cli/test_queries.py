@@ -396,3 +396,10 @@ def test_words_have_no_png(refuses: Any, tmp_path: Path) -> None:
         "list", "presets", "-o", tmp_path / "presets.png"
     )
     assert not [*tmp_path.iterdir()]
+
+
+def test_stored_weights_are_among_the_presets(invoke: Any) -> None:
+    listed = {row["name"]: row for row in json.loads(invoke("list", "presets", "--json").stdout)}
+    assert listed["stored"] == {"name": "stored", "quality": "exact", "executable": True, "changes": "stored weights"}
+    assert "stored: a GGUF file's" in invoke("list", "presets").stdout
+    assert "stored weights" in invoke("explain", "stored").stdout
