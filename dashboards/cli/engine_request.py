@@ -16,11 +16,12 @@ from ridgeplan.dashboards.cli.model_inputs import (
     model_tokenizer,
     require_planned_model,
 )
-from ridgeplan.dashboards.cli.output import progress
+from ridgeplan.dashboards.cli.output import echo, progress
 from ridgeplan.dashboards.cli.run_inputs import PlanOrModel, model_id, plan_for_run
 from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.quality import Quality, QualityFloor, parse_quality
+from ridgeplan.planner.resolution import NotCalibrated, this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
@@ -133,6 +134,8 @@ class EngineRequest:
         """The engine, whose weights are read now. Raises what `runtime.load` raises."""
         from ridgeplan import runtime
 
+        if note := self._other_machine(plan.workload.hardware):
+            echo(f"note: {note}", err=True)
         calibration = calibration_tokens(self.source, self.calibration)
         with progress("reading weights") as on_progress:
             return runtime.load(
@@ -140,6 +143,16 @@ class EngineRequest:
                 memory_utilization=self.memory_utilization, retrieval_head=self.retrieval_head,
                 drafter_head=self.drafter_head, profile=self.rates, on_progress=on_progress,
             )  # fmt: skip
+
+    def _other_machine(self, planned: str) -> str | None:
+        """That PLAN was made for another machine than this one; None where it was not."""
+        try:
+            here = (self.rates or this_machine()).hardware.name
+        except NotCalibrated:
+            here = "this machine, which is not calibrated,"
+        if self.saved is None or here == planned:
+            return None
+        return f"the plan was made for {planned}, but {here} executes it, so its predictions do not hold"
 
     def conversation(self, *, needs_template: bool = False) -> Engine:
         """The engine of `conversation_options`, after all that can be checked before weights are read.

@@ -27,6 +27,13 @@ def plan_path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def cpu_profile(profile: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "cpu.json"
+    path.write_text(profile.to_json(), encoding="utf-8")
+    return path
+
+
 def decode_utf8(tokens: list[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
@@ -142,6 +149,17 @@ def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: P
     assert "temperature is nan" in refuses(*arguments, "--temperature", "nan")
 
 
+def test_a_plan_for_another_machine_says_so_in_a_line(
+    invoke: Any, plan_path: Path, cpu_profile: Path, tiny_folder: Path
+) -> None:
+    line = ("run", plan_path, "--model", tiny_folder, "--any-model", "--prompt", "The capital", "--max-new-tokens", 2)
+    (note,) = re.findall(r"note: the plan.*\n", invoke(*line, "--profile", cpu_profile).stderr)
+    name = json.loads(cpu_profile.read_text())["hardware"]["name"]
+    assert note.startswith(f"note: the plan was made for here, but {name} executes it, so its predictions do not hold")
+    plan_path.write_text(preset("quantspec", Workload("any", name, 64, 8)).to_json())
+    assert "the plan was made for" not in invoke(*line, "--profile", cpu_profile).stderr
+
+
 def test_sampling_options_reach_the_engine(invoke: Any, plan_path: Path, tiny_folder: Path) -> None:
     arguments = ("run", plan_path, "--model", tiny_folder, "--prompt", "The capital", "--json")
     options = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "seed": 3}
@@ -169,13 +187,6 @@ def test_the_end_of_text_stops_a_run_and_is_not_shown(
     shown = invoke(*arguments).stdout.partition("\n\n")[0]
     assert ended["text"] == tokenizer.decode(answer[:end])
     assert shown == printable(ended["text"])
-
-
-@pytest.fixture
-def cpu_profile(profile: Any, tmp_path: Path) -> Path:
-    path = tmp_path / "cpu.json"
-    path.write_text(profile.to_json(), encoding="utf-8")
-    return path
 
 
 def test_a_model_is_planned_for_its_prompt(invoke: Any, cpu_profile: Path, tiny_folder: Path) -> None:
