@@ -101,7 +101,7 @@ def _writer(path: Path, architecture: str, config: Any, merge: str = "+ -") -> g
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 1]
     writer.add_token_list([*letters, "+-"])
     writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges([merge])
+    writer.add_token_merges([merge, merge])  # transformers 5.17 reads a list of one string as the string
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     return writer
