@@ -8,13 +8,15 @@ from typing import Any
 
 from readme_tables import RESULTS, result, table
 
+from ridgeplan.roofline.engine import EAGLE3_PASS_MS
+from ridgeplan.validate.result_file import device_s
+
 TIMES, NOT_MEASURED = "drafters_h200", "Not measured yet."
 STUDIES = ("study_drafters_", "study_heads_")
 LEAST_DRAFTS = 20  # verified at a position, for its acceptance to be shown
 AT_MEASURED = "tpot at the measured acceptance"
-# Milliseconds of a pass of vLLM 0.24 on an H200 with three drafts of an EAGLE-3 head of one layer and 32k tokens, with
-# Llama-3.1-8B's shape in fp8 and fp8 KV, November 2026; at 120,000 tokens where ours has 122,880.
-VLLM_PASS_MS = {"4096x1": 5.15, "32768x1": 5.84, "122880x1": 8.13, "32768x8": 11.84}
+HEAD_DRAFTS = 3  # of the passes that were measured in vLLM
+NEAR_CONTEXT = 1.03  # vLLM's passes have 120,000 tokens where ours have 122,880
 
 Rows = Mapping[str, Mapping[str, Any]]  # by the plan's name
 
@@ -43,8 +45,8 @@ def drafter_summary() -> str:
     gated = {f"{kind} {size}": _ms(rows["suffix, adaptive cascade"]) / _ms(rows.get("self-drafts", rows["none"])) - 1
              for kind, size, rows in texts if kind == "prose"}  # fmt: skip
     random = {size: _ms(rows["adaptive"]) / _ms(rows["plain"]) - 1 for kind, size, rows in cells if kind == "random"}
-    heads = {size: VLLM_PASS_MS[size] / _round_ms(rows["head"]) for _, size, rows in texts
-             if "head" in rows and size in VLLM_PASS_MS}  # fmt: skip
+    heads = {size: vllm_ms / _round_ms(rows["head"]) for _, size, rows in texts
+             if "head" in rows and (vllm_ms := _vllm_ms(size))}  # fmt: skip
     lines = [
         ("time per token at the measured acceptance, error", f"median {median(errors):.1%}, worst {max(errors):.1%}")
     ]
@@ -98,11 +100,24 @@ def _lines(kind: str, size: str, rows: Rows) -> Iterator[Sequence[str]]:
 
 
 def _ms(row: Mapping[str, Any]) -> float:
-    return row["measured"]["tpot_ms"]
+    """Milliseconds per token. Those of rounds that adapt come from `decode_s`, or from phases that it lacks."""
+    figures = row["measured"]
+    by_phases = device_s(figures) / figures["decode_s"] if row["given"]["speculation"]["adaptive"] else 1.0
+    return figures["tpot_ms"] * max(1.0, by_phases)
 
 
 def _round_ms(row: Mapping[str, Any]) -> float:
     return _ms(row) * row["measured"]["tokens_per_round"]
+
+
+def _vllm_ms(size: str) -> float | None:
+    """Milliseconds of vLLM's pass with a head at a workload; None where none was measured."""
+    context, batch = map(int, size.split("x"))
+    near = (
+        ms for (drafts, tokens, sequences), ms in EAGLE3_PASS_MS.items()
+        if (drafts, sequences) == (HEAD_DRAFTS, batch) and tokens <= context <= NEAR_CONTEXT * tokens
+    )  # fmt: skip
+    return next(near, None)
 
 
 def _predicted(row: Mapping[str, Any]) -> float | None:

@@ -38,10 +38,13 @@ NCCL_BYTES = 0.4e9  # of buffers for messages; aiconfigurator 0.12.0 counts 0.34
 # FlashAttention-3 (flash_prepare_scheduler, for Hopper): blocks of a tile aim at 1.1 times an SM's even share.
 BLOCK_TOKENS, SPLIT_MARGIN, MAX_SPLITS = 128, 1.1, 32
 
-# Milliseconds that a pass of an EAGLE-3 head (one layer, 32k draft vocabulary) and its verification take beyond a plain
-# step, for each draft: at least, for each token in the caches, and for each sequence but the first. Fitted to six
-# passes of vLLM 0.24 on an H200, Llama-3.1-8B in fp8 with fp8 KV, November 2026: 3 drafts at 4k 1.45, 32k 1.51, 120k
-# 1.81 and 32k x 8 2.62; 5 drafts at 4k 2.42 and 120k 2.90. No term is off by more than 3%.
+# Milliseconds of a pass of vLLM 0.24 on an H200, by drafts of an EAGLE-3 head (one layer, 32k draft vocabulary),
+# context and batch: Llama-3.1-8B in fp8 with fp8 KV, November 2026. Without drafts it is a plain step.
+EAGLE3_PASS_MS = {
+    (0, 4096, 1): 3.70, (3, 4096, 1): 5.15, (5, 4096, 1): 6.12, (0, 32768, 1): 4.33, (3, 32768, 1): 5.84,
+    (0, 120000, 1): 6.32, (3, 120000, 1): 8.13, (5, 120000, 1): 9.22, (0, 32768, 8): 9.22, (3, 32768, 8): 11.84,
+}  # fmt: skip
+# What each draft adds to a plain step: at least, for each token in the caches, and for each sequence but the first.
 EAGLE3_MS = (0.478, 0.95e-6, 0.021)
 EAGLE3_MEASURED = 4096, "h200", 1  # the hidden size, the GPU, and how many of it
 

@@ -24,7 +24,7 @@ from ridgeplan.planner.export.export import Command
 from ridgeplan.planner.export.options import Served
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.catalog.parallel import Parallel
-from ridgeplan.roofline.engine import activation_bytes
+from ridgeplan.roofline.engine import EAGLE3_PASS_MS, activation_bytes
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Eviction, Placement, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.round import tokens_per_round
 
@@ -239,7 +239,7 @@ def test_vllm_stops_a_head_where_it_loses(request_for: Callable[..., ServeComman
 
 @pytest.mark.parametrize(
     ("context", "batch", "drafts", "pass_ms"),
-    [(4096, 1, 3, 5.15), (32768, 1, 3, 5.84), (120_000, 1, 3, 8.13), (32768, 8, 3, 11.84), (4096, 1, 5, 6.12)],
+    [(context, batch, drafts, ms) for (drafts, context, batch), ms in EAGLE3_PASS_MS.items() if drafts],
 )
 def test_passes_with_a_head_take_what_vllm_took(
     context: int, batch: int, drafts: int, pass_ms: float, request_for: Callable[..., ServeCommandOptions]
