@@ -22,16 +22,28 @@ from ridgeplan.planner.acceptance.rows import MIN_ACCEPTANCE
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan, PlanError, Workload, require
+from ridgeplan.roofline.plan.plan import (
+    DraftCodes,
+    KVCache,
+    KVFormat,
+    Plan,
+    PlanError,
+    Speculation,
+    Weights,
+    Workload,
+    require,
+)
 from ridgeplan.roofline.plan.policies.dense import autoregressive
-from ridgeplan.roofline.plan.policy import MIN_RATIO
+from ridgeplan.roofline.plan.policies.selections import StreamingLLM
+from ridgeplan.roofline.plan.policy import MIN_RATIO, AllTokens
+from ridgeplan.roofline.plan.support import as_loaded, missing_execution
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import Destination, prefill_all
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.progress import OnProgress, silent
@@ -81,6 +93,18 @@ class Draft:
         """The text that `parse` reads."""
         return self.kind if self.ratio == 1 else f"{self.kind}:{self.ratio:g}"
 
+    def plan(self, workload: Workload) -> Plan:
+        """The plan whose drafts it stands for; of kv8, whose target."""
+        selection = StreamingLLM(ratio=self.ratio) if self.kind == WINDOWED else AllTokens()
+        formats = {"kv8": KVFormat.INT8} | dict.fromkeys(("kv4", "w4kv4"), KVFormat.HIERARCHICAL)
+        codes = DraftCodes.UPPER if self.reads_codes else DraftCodes.FULL
+        return Plan(
+            workload,
+            weights=Weights(draft_bits=4 if self.quantized_weights else 16),
+            kv=KVCache(formats.get(self.kind, KVFormat.FULL)),
+            speculation=Speculation(ROUND, codes, selection),
+        )
+
 
 @dataclass(frozen=True)
 class TextAcceptance:
@@ -99,16 +123,9 @@ class _Caches:
     """An engine's full-precision cache, and a cache of codes with the same tokens."""
 
     def __init__(self, engine: Engine, plain: Cache, coded: bool) -> None:
-        if plain.states is not None:
-            raise WorkloadError(
-                "the model has recurrent states, of whose drafts no acceptance is measured by position; allowed: "
-                "`ridgeplan tune`, which measures generations"
-            )
         self.plain = plain
         self._engine = engine
-        config = KVCacheConfig(
-            1, plain.config.context, KVFormat.HIERARCHICAL, gamma=ROUND, draft_codes=DraftCodes.UPPER
-        )
+        config = replace(plain.config, format=KVFormat.HIERARCHICAL, draft_codes=DraftCodes.UPPER)  # with its windows
         self.coded = self._allocated(config) if coded else None
 
     def _allocated(self, config: KVCacheConfig) -> Cache:
@@ -120,36 +137,35 @@ class _Caches:
         return (self.plain,) if self.coded is None else (self.plain, self.coded)
 
     def fill(self, prompt: Tensor) -> None:
-        """Prefills the plain cache, and quantizes its keys and values into the other."""
+        """Prefills both caches at once."""
         for cache in self.both:
             cache.reset(1)
-        prefill(self._engine.decoder, self._engine.weights, self.plain, 0, prompt)
-        if self.coded is not None:
-            for layer in range(self.plain.layers):
-                keys, values = (store[0, :, : len(prompt)] for store in self.plain.full(layer))
-                self.coded.store_prompt(layer, 0, keys, values)
-            self.coded.finish_prompt(0, len(prompt))
+        prefill_all(self._engine.decoder, self._engine.weights, [Destination(cache, 0) for cache in self.both], prompt)
 
-    def window(self, ratio: float, queries: int) -> tuple[Cache, AttentionMetadata]:
-        """A cache of the sinks and the latest tokens, `ratio` of all; and the metadata of a pass that reads it."""
-        length = int(self.plain.lengths[0])
+    def streaming(self, ratio: float) -> Cache:
+        """A cache of the sinks and the latest tokens, `ratio` of all; layers that hold a window keep it."""
+        plain, length = self.plain, int(self.plain.lengths[0])
         kept = min(length, max(SINKS + 1, round(ratio * length)))
-        cache = self._allocated(KVCacheConfig(1, kept, gamma=queries))
-        for ours, store in ((cache.keys, self.plain.keys), (cache.values, self.plain.values)):
-            ours[:, :, :, :SINKS] = store[:, :, :, :SINKS]
-            ours[:, :, :, SINKS:kept] = store[:, :, :, length - kept + SINKS : length]
+        cache = self._allocated(replace(plain.config, context=kept))
         cache.finish_prompt(0, kept)
-        return cache, replace(
-            AttentionMetadataBuilder(cache).target_metadata(queries),
-            positions=AttentionMetadataBuilder(self.plain).target_metadata(queries).positions,
-        )
+        cache.evicted[0] = length - kept
+        for store in cache.window_layers:
+            cache.fewer[store] = plain.fewer[store] - cache.evicted
+        for layer in range(cache.layers):
+            for ours, held in zip(cache.full(layer), plain.full(layer), strict=True):
+                if plain.config.window(layer):
+                    ours.copy_(held)
+                    continue
+                ours[:, :, :SINKS] = held[:, :, :SINKS]
+                ours[:, :, SINKS:kept] = held[:, :, length - kept + SINKS : length]
+        return cache
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherForced:
     """Teacher-forced passes of an engine's model over a text. draft_weights: those of drafts with 4-bit weights.
 
-    The engine's plan has no speculation and a bf16 cache that holds the text.
+    The engine's plan has rounds of ROUND drafts that read what the target reads, of a bf16 cache that holds the text.
     """
 
     engine: Engine
@@ -192,8 +208,8 @@ class TeacherForced:
             return None
         weights = self.draft_weights if draft.quantized_weights else None
         if draft.kind == WINDOWED:
-            window, metadata = caches.window(draft.ratio, ROUND)
-            return self._pass(window, tokens, metadata)
+            cache = caches.streaming(draft.ratio)
+            return self._pass(cache, tokens, AttentionMetadataBuilder(cache).target_metadata(ROUND))
         cache = caches.coded if draft.reads_codes and caches.coded is not None else caches.plain
         return self._pass(cache, tokens, AttentionMetadataBuilder(cache).draft_metadata(0, ROUND), weights)
 
@@ -254,10 +270,13 @@ def measure_acceptance(
     """A row for each context and draft of a model: a safetensors folder, a GGUF file or a hub id.
 
     The model is loaded once, and its 4-bit weights are made once. device: as for `ridgeplan.runtime.load`.
-    Raises what `load` raises, PlanError for lengths, and PromptError for a text that is too short.
+    Raises what `load` raises, PlanError for lengths, WorkloadError for drafts that no plan of the model has, and
+    PromptError for a text that is too short.
     """
     shape = named_shape(model)
-    plans = list(passage.plans(shape))
+    plans = [replace(plan, speculation=Speculation(ROUND)) for plan in passage.plans(shape)]
+    for plan in plans:
+        _require_executable(drafts, shape, plan.workload)
     rounds = passage.tokens // ROUND
     shared, draft_weights = SharedWeights(model, device), None
     for number, plan in enumerate(plans):
@@ -277,6 +296,22 @@ def measure_acceptance(
                 tokens=passage.tokens,
             )  # fmt: skip
             yield MeasuredAcceptance(row, result.by_position)
+
+
+def _require_executable(drafts: Sequence[Draft], shape: ModelShape, workload: Workload) -> None:
+    """Raises WorkloadError for drafts whose acceptance no plan of the model could use."""
+    if shape.states:
+        raise WorkloadError(
+            "the model has recurrent states, of whose drafts no acceptance is measured by position; allowed: "
+            "`ridgeplan tune`, which measures generations"
+        )
+    missing = {draft.name: missing_execution(draft.plan(workload), as_loaded(shape)) for draft in drafts}
+    allowed = ",".join(name for name, reasons in missing.items() if not reasons) or "drafts of another model"
+    for name, reasons in missing.items():
+        if reasons:
+            raise WorkloadError(
+                f"drafts {name} of {shape.name}: the runtime cannot execute {', '.join(reasons)}; allowed: {allowed}"
+            )
 
 
 def _report(on_progress: OnProgress, what: str, before: int, total: int, done: int) -> None:

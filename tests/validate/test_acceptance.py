@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 import transformers
+from tiny_families import FAMILY_SIZES
 
-from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
@@ -23,7 +24,12 @@ TEXT = random.Random(0).choices(range(256), k=CONTEXT + ROUNDS * ROUND)
 
 @pytest.fixture(scope="module")
 def engine(tiny_folder):
-    return load(Plan(Workload("tiny", "cpu", CONTEXT, ROUNDS * ROUND)), str(tiny_folder), device="cpu")
+    return engine_of(tiny_folder)
+
+
+def engine_of(folder, context=CONTEXT):
+    plan = Plan(Workload("tiny", "cpu", context, ROUNDS * ROUND), speculation=Speculation(ROUND))
+    return load(plan, str(folder), device="cpu")
 
 
 def measured(engine, *drafts, draft_weights=None, context=CONTEXT):
@@ -32,11 +38,80 @@ def measured(engine, *drafts, draft_weights=None, context=CONTEXT):
 
 
 def masked_probabilities(folder, visible):
-    """Distributions [tokens, vocab] of transformers where token i attends to j if visible[i, j]."""
+    """Distributions [tokens, vocab] of transformers where token i attends to j if visible[i, j], of all or by type."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+    by_type = visible if isinstance(visible, dict) else {"": visible}
+    masks = {kind: torch.where(each, 0.0, torch.finfo(torch.float32).min)[None, None] for kind, each in by_type.items()}
     with torch.inference_mode():
-        return model(torch.tensor([TEXT]), attention_mask=mask).logits[0].softmax(-1)
+        return model(torch.tensor([TEXT]), attention_mask=masks.get("", masks)).logits[0].softmax(-1)
+
+
+WINDOW = 45
+WINDOWS = {
+    "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 1024, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 0,
+    "eos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def family_folder(tmp_path_factory):
+    """Factory of folders of tiny random models of a family, if it has windows one of WINDOW in every other layer."""
+
+    def make(family, **changes):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **FAMILY_SIZES.get(family, {}) | WINDOWS | changes)
+        folder = tmp_path_factory.mktemp(family)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_an_int8_cache_changes_little_beyond_a_sliding_window(family, family_folder):
+    """Beyond WINDOW and beyond the groups of 128 that stay in full precision, also where rounds cross a group."""
+    engine = engine_of(family_folder(family), 365)
+    drafts = [Draft("kv8"), Draft("kv4")]
+    text = random.Random(1).choices(range(256), k=365 + ROUNDS * ROUND)
+    kv8, kv4 = TeacherForced(engine, None, drafts).run(text, 365, lambda done: None)
+    assert 0.98 < kv8.mean < 1 and 0.8 < kv4.mean < kv8.mean
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.3])
+def test_streaming_drafts_keep_sliding_windows_as_transformers_with_a_mask(ratio, family_folder):
+    """Layers that see all read the sinks and the latest tokens; layers with a window read it."""
+    folder = family_folder("gemma3_text")
+    causal = torch.ones(len(TEXT), len(TEXT), dtype=torch.bool).tril()
+    sliding = causal & ~causal.tril(-WINDOW)
+    target = masked_probabilities(folder, {"full_attention": causal, "sliding_attention": sliding})
+    expected = []
+    for start in range(CONTEXT, len(TEXT), ROUND):
+        visible, rows = causal.clone(), slice(start, start + ROUND)
+        visible[rows, SINKS : start - (max(SINKS + 1, round(ratio * start)) - SINKS)] = False
+        draft = masked_probabilities(folder, {"full_attention": visible, "sliding_attention": sliding})
+        expected.append(torch.minimum(target[rows], draft[rows]).sum(-1))
+    (streaming,) = measured(engine_of(folder), f"streamingllm:{ratio}")
+    assert streaming.by_position == pytest.approx(torch.stack(expected).mean(0).tolist(), abs=2e-4)
+    assert 0.2 < streaming.mean < 0.97
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "message"),
+    [
+        ("gpt_oss", "sliding", "streamingllm:0.07 of .* cannot execute selections of tokens for attention sinks"),
+        ("deepseek_v2", "full", "streamingllm:0.07 of .* 'streamingllm' among latent rows; allowed: kv8,w4kv4"),
+        ("qwen3_next", "linear", "the model has recurrent states"),
+    ],
+)
+def test_drafts_that_no_plan_has_are_refused_before_loading(family, layer, message, family_folder, monkeypatch):
+    folder = family_folder(family, layer_types=[f"{layer}_attention", "full_attention"])
+    monkeypatch.setattr(engines, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    drafts = [Draft("kv8"), Draft("streamingllm", 0.07), Draft("w4kv4")]
+    with pytest.raises(WorkloadError, match=message) as error:
+        list(measure_acceptance(str(folder), Passage(FOX_TEXT, "foxes", (260,), 16), drafts, "cpu"))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.3])
@@ -79,7 +154,8 @@ def test_one_pass_over_a_round_equals_single_drafts(tiny_folder, name, draft, to
     """The first round, by steps of one token over the cache of an engine that drafts so."""
     plan = preset(name, Workload("tiny", "cpu", CONTEXT, ROUND))
     speculating = load(plan, str(tiny_folder), device="cpu")
-    engine = load(Plan(plan.workload), str(tiny_folder), device="cpu", weights=speculating.weights)
+    target = Plan(plan.workload, speculation=Speculation(ROUND))
+    engine = load(target, str(tiny_folder), device="cpu", weights=speculating.weights)
     forced = TeacherForced(engine, speculating.draft_weights, [Draft(draft)])
     (run,) = forced.run(TEXT[: CONTEXT + ROUND], CONTEXT, lambda done: None)
 
