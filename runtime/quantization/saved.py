@@ -39,8 +39,9 @@ from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, ParallelNorm, RMSNo
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText
 
-VERSION = "6"  # part of the name: a change of what is fitted or written makes a new file
+VERSION = "7"  # part of the name: a change of what is fitted or written makes a new file
 STRUCTURE = "structure"  # the entry of a file's metadata: a text and its checksum, see `_save`
+Place = tuple[Any, ...]  # of a tensor: its address, shape, strides and dtype
 PARTS = {
     kind.__name__: kind
     for kind in (
@@ -129,10 +130,15 @@ def read_saved(path: Path, device: torch.device, shared: DecoderWeights | None =
     return weights if isinstance(weights, DecoderWeights) else None
 
 
-def _shared_tensors(weights: DecoderWeights | None) -> dict[int, tuple[str, Tensor]]:
-    """Names of tensors that another's file does not hold, by address."""
+def _place(tensor: Tensor) -> Place:
+    """What tells a tensor from another: the first row of a stack has its address, too."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _shared_tensors(weights: DecoderWeights | None) -> dict[Place, tuple[str, Tensor]]:
+    """Names of tensors that another's file does not hold, by place."""
     tensors = () if weights is None else dict.fromkeys(weights.tensors())
-    return {tensor.data_ptr(): (f"shared{index}", tensor) for index, tensor in enumerate(tensors)}
+    return {_place(tensor): (f"shared{index}", tensor) for index, tensor in enumerate(tensors)}
 
 
 def _save(weights: DecoderWeights, path: Path, shared: DecoderWeights | None) -> None:
@@ -167,10 +173,10 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, zlib.crc32(kind.encode()))
 
 
-def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
-    """JSON values of weights or a part of them; their tensors get names, by address, so that tied ones stay tied."""
+def _described(item: Any, tensors: dict[Place, tuple[str, Tensor]]) -> Any:
+    """JSON values of weights or a part of them; their tensors get names, by place, so that tied ones stay tied."""
     if isinstance(item, Tensor):
-        name, _ = tensors.setdefault(item.data_ptr(), (f"t{len(tensors)}", item))
+        name, _ = tensors.setdefault(_place(item), (f"t{len(tensors)}", item))
         return {"tensor": name}
     if isinstance(item, tuple):
         return [_described(element, tensors) for element in item]
