@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from readme_tables import result, table
 
 from ridgeplan.planner.engines.measurements import shipped_measurements
-from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.prediction import Prediction, predict, predict_all
 from ridgeplan.planner.resolution import resolve
+from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.models import list_models
-from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.models import list_models, load_shape
+from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.ops import activated_experts
 from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset, short_name
@@ -29,6 +32,14 @@ from ridgeplan.roofline.plan.support import (
 COLUMNS = ("autoregressive", "quantspec", "progressive", "snapkv", "int8-weights", "int4-weights")
 CONTEXT = 4096  # within the trained context and the window of all models that are executed
 GIGA, KIB = 1e9, 1024
+SHIPPED_PROFILE = Path(__file__).parents[1] / "roofline" / "catalog" / "profiles" / "nvidia-h200.json"
+# Of a family that the catalog has no model of: those of Llama-3.1-8B, and a window for layers that have one.
+GENERIC = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072, "sliding_window": 2048,
+}  # fmt: skip
+GENERIC_EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}
+TARGET = 0.08  # of predictions for models that no calibration has seen
 
 
 def supported_families() -> str:
@@ -36,9 +47,9 @@ def supported_families() -> str:
     models = {shape.architecture: shape for shape in reversed(list_models())}
     rows = []
     for name in families():
-        shape = models.get(name)
-        if shape is None:
-            continue
+        experts = GENERIC_EXPERTS if name.endswith("moe") else {}
+        generic = {**GENERIC, **experts, "model_type": name}
+        shape = models.get(name) or shape_from_config(generic, name, "generic sizes")
         workload = Workload(shape.name, "h200", CONTEXT - 1024, new_tokens=1024)
         plans = [preset(plan, workload) for plan in COLUMNS]
         plans.insert(4, replace(plans[0], placement=Placement(offload=True, budget=1024)))
@@ -46,7 +57,7 @@ def supported_families() -> str:
         rows.append((f"`{name}`", *(_status(plan, held) for plan in plans), _missing(plans, held)))
     headers = ("family", "plain", "quantspec", "progressive", "eviction", "offload", "8-bit", "4-bit", "not executed")
     without = ", ".join(f"`{name}`" for name in families() if name not in models)
-    return f"{table(headers, rows)}\n\nWithout a model in the catalog, described and priced as well: {without}."
+    return f"{table(headers, rows)}\n\nThe catalog has no model of {without}: their rows are of generic sizes."
 
 
 def _status(plan: Plan, shape: ModelShape) -> str:
@@ -92,8 +103,12 @@ EXPERTS, DENSE, SKEW, GAMMAS, BATCHES = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", 1
 
 
 def measured_models(name: str) -> str:
-    """Measured plain decoding and best plans of models of true size, their predictions' errors, and vLLM's times."""
-    lines, engines = [], shipped_measurements()
+    """Measured plain decoding and best plans of models of true size, their predictions' errors, and vLLM's times.
+
+    Rows that name a profile ran its kernels; beside their best plan is what the shipped profile predicts for today's.
+    """
+    lines, errors, engines = [], [], shipped_measurements()
+    shipped = load_profile(SHIPPED_PROFILE)
     for model, rows in result(name).items():
         if "/" not in model:
             continue  # where and when
@@ -101,13 +116,35 @@ def measured_models(name: str) -> str:
         for size in dict.fromkeys(row.partition(",")[0] for row in measured):
             plain, best = (measured.get(f"{size}, {case}") for case in ("plain", "best"))
             if plain or best:
+                errors += [_error(row) for row in (plain, best) if row]
                 engine_ms = engines.tpot_ms(model, *map(int, size.split(" x ")), "auto", "auto")
+                today = ""
+                if best and "profile" in best:
+                    round_ms = _round_ms(predict(Plan.from_dict(best["given"]), load_shape(model), shipped))
+                    today = f"{round_ms / best['tokens_per_round']:.2f}"
                 lines.append(
-                    (model.partition("/")[2], size, _cell(plain), _cell(best), f"{engine_ms:.2f}" if engine_ms else "",
-                     _ratio(engine_ms, plain), _ratio(engine_ms, best), _name(best["plan"]) if best else "")
+                    (model.partition("/")[2], size, _cell(plain), _cell(best), today,
+                     f"{engine_ms:.2f}" if engine_ms else "", _ratio(engine_ms, plain), _ratio(engine_ms, best),
+                     _name(best["plan"]) if best else "")
                 )  # fmt: skip
-    columns = ("model", "context x batch", "plain ms", "best ms", "vLLM ms", "over plain", "over best", "best plan")
-    return table(columns, lines)
+    columns = (
+        "model", "context x batch", "plain ms", "best ms", "predicted today", "vLLM ms", "over plain", "over best",
+        "best plan",
+    )  # fmt: skip
+    sizes = [abs(error) for error in errors]
+    summary = (
+        f"Of {len(sizes)} predictions {sum(size <= TARGET for size in sizes)} are within {TARGET:.0%}; "
+        f"the median is off by {median(sizes):.1%}, the worst by {max(sizes):.1%}."
+    )
+    return f"{table(columns, lines)}\n\n{summary}"
+
+
+def _round_ms(predicted: Prediction) -> float:
+    return predicted.best.tpot_ms * predicted.tokens_per_round
+
+
+def _error(row: dict[str, Any]) -> float:
+    return float(row["predicted_tpot_ms"] / row["tpot_ms"] - 1)
 
 
 def _name(plan: str) -> str:
@@ -121,7 +158,7 @@ def _ratio(engine_ms: float | None, row: dict[str, Any] | None) -> str:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    return f"{row['tpot_ms']:.2f} ({row['predicted_tpot_ms'] / row['tpot_ms'] - 1:+.0%})" if row else ""
+    return f"{row['tpot_ms']:.2f} ({_error(row):+.0%})" if row else ""
 
 
 def experts_and_drafts() -> str:

@@ -6,7 +6,8 @@ its error. A run continues a file that is there. One command on a GPU:
 
     python scripts/measure_models.py results.json --seconds 300
 
-With --predict --profile PROFILE it predicts the rows of such a file again, which needs no GPU.
+With --predict it predicts the rows of such a file again, which needs no GPU: by --profile, or by the profile that a row
+names, of kernels that it ran and that are no longer chosen.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def measured(model: RandomModel, plan: Plan, profile: Profile) -> dict[str, Any]
         return {"error": traceback.format_exc(limit=-4)}
     return {
         "plan": case_text(plan),
+        "given": plan.to_dict(),
         "parts": {
             row.kind: {"ms": row.measured, "predicted_ms": row.predicted}
             for row in rows_of(plan, model, profile, times)
@@ -115,19 +117,30 @@ def measure(name: str, file: ResultsFile, profile: Profile, deadline: float) -> 
 
 
 def predict_again(path: Path, profile: Profile) -> None:
-    """Predicts the saved rounds anew, as cost model and profile are today; but a best plan of another day as it was."""
+    """Predicts the saved rounds anew, by the profile of a row's kernels, and says which rows it leaves as they are.
+
+    It also says which best plans are not those that would be recommended by `profile`. Predictions of a round's parts
+    stay those of the day they were measured.
+    """
     results = json.loads(path.read_text(encoding="utf-8"))
     for name, rows in results.items():
         if name not in MODELS:
             continue
         shape = load_shape(name)
         for row in rows:
-            size, case = row["row"].split(", ")
-            context, batch = map(int, size.split(" x "))
-            plan = _plan(case, workload_for(shape, profile, context, NEW_TOKENS, batch, yarn=True), shape, profile)
-            if "round_ms" in row and case_text(plan) == row["plan"]:
-                row.update(_predicted(predict(plan, shape, profile), row["round_ms"]))
+            if "round_ms" not in row or "given" not in row:
+                print(f"{name}, {row['row']}: not predicted, as the row has no measured round or no plan")
+                continue
+            plan = Plan.from_dict(row["given"])
+            row.update(_predicted(predict(plan, shape, profile_of(row, path, profile)), row["round_ms"]))
+            if row["row"].endswith("best") and (today := _plan("best", plan.workload, shape, profile)) != plan:
+                print(f"{name}, {row['row']}: measured {row['plan']}, recommended today {case_text(today)}")
     write_json(path, results)
+
+
+def profile_of(row: dict[str, Any], path: Path, profile: Profile) -> Profile:
+    """The profile that a row of a results file names by its file beside it; `profile` for rows that name none."""
+    return load_profile(path.parent / row["profile"]) if "profile" in row else profile
 
 
 def _predicted(prediction: Prediction, round_ms: float) -> dict[str, float]:

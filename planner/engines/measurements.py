@@ -74,10 +74,10 @@ class EngineMeasurements(Checked):
         return self.shapes[row.model] if row.model in self.shapes else load_shape(row.model)
 
     def tpot_ms(self, model: str, context: int, batch: int, weights: str, kv: str) -> float | None:
-        """The measured time of a step; None if it was not measured."""
+        """The measured time of a step, the least of several sittings; None if it was not measured."""
         key = model, context, batch, weights, kv
         rows = (row for row in self.rows if (row.model, row.context, row.batch, row.weights, row.kv) == key)
-        return next((row.tpot_ms for row in rows), None)
+        return min((row.tpot_ms for row in rows), default=None)
 
     @property
     def fitted(self) -> tuple[MeasuredStep, ...]:
