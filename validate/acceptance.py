@@ -125,7 +125,7 @@ class _Caches:
     def __init__(self, engine: Engine, plain: Cache, coded: bool) -> None:
         self.plain = plain
         self._engine = engine
-        config = replace(plain.config, format=KVFormat.HIERARCHICAL, draft_codes=DraftCodes.UPPER)  # with its windows
+        config = replace(plain.config, format=KVFormat.HIERARCHICAL, gamma=ROUND, draft_codes=DraftCodes.UPPER)
         self.coded = self._allocated(config) if coded else None
 
     def _allocated(self, config: KVCacheConfig) -> Cache:
