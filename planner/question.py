@@ -274,9 +274,8 @@ class Question:
             kept = "stay so in plans with stored weights (`estimate --preset stored`; not timed on a GPU); others"
             which = kept if shape.weight_bits.stored.layers else "have types that products do not read: plans"
             yield (
-                f"weights stored as {shape.weight_bits.format} {which} decode them once, which takes "
-                f"{4e-9 * shape.parameters:.1f} GB of the host's memory and of disk. So does plain decoding, "
-                "over which speed-ups are"
+                f"weights stored as {shape.weight_bits.format} {which} decode them while loading. So does plain "
+                "decoding, over which speed-ups are"
             )
         if self.engine is None and hardware.is_amd:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"

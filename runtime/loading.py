@@ -91,7 +91,7 @@ def load(
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     if place.type == "cpu":
         return_freed_memory()  # from now on, so that large activations leave no gaps in the heap
-    source = model_source(model, on_progress, stored=plan.weights.stored)
+    source = model_source(model, on_progress)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     if config.shape.states or config.shape.is_mla or plan.weights.stored:
         require_executable(plan, config.shape)
@@ -107,8 +107,8 @@ def load(
     if weights is None:
         fetch_weights(model)
         # Weights that will be quantized stay on the host until then.
-        unquantized = plan.weights.target_bits == 16
-        require_weight_memory(source, config.shape, place if unquantized else HOST, dtype, unquantized)
+        held_on = place if plan.weights.target_bits == 16 else HOST
+        require_weight_memory(source, config.shape, held_on, dtype, plan.weights)
     shared_bytes = weights.bytes if weights else 0
     offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
@@ -157,7 +157,7 @@ def _target(
     def read() -> StateDict:
         with meter.uncounted():
             import_model_code(source, config.shape)
-        return load_state_dict(source, config, dtype)
+        return load_state_dict(source, config, dtype, plan.weights.stored)
 
     if plan.weights.target_bits == 16:
         return read().decoder_weights(device)

@@ -13,7 +13,7 @@ import torch
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, Offloaded, missing_memory, offloaded_layers, usable_bytes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.plan import Plan, Weights
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.heap import keep_freed_memory, return_freed_memory
@@ -122,15 +122,19 @@ def require_memory(
 
 
 def require_weight_memory(
-    source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype, unpacked: bool = True
+    source: str,
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: Weights = Weights(),  # noqa: B008
 ) -> None:
     """Raises WorkloadError if the weights in the folder `source` exceed what is free, before any of them is read.
 
     The sizes come from the weights' files, not from the configuration; 16-bit weights double if `dtype` is float32.
-    unpacked: as for `loaded_bytes`.
+    weights: as for `loaded_bytes`.
     """
     available = _available(device, dtype, 0, 1.0)
-    needed_bytes = loaded_bytes(source, shape, unpacked, dtype)
+    needed_bytes = loaded_bytes(source, shape, weights, dtype)
     if available is not None and needed_bytes > available.memory_bytes:
         raise WorkloadError(
             f"the weights in {source} take {needed_bytes / 1e9:.1f} GB as {dtype} and "

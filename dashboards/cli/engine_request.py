@@ -12,7 +12,6 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.model_inputs import (
     calibration_tokens,
     embedded_or,
-    model_folder,
     model_tokenizer,
     require_planned_model,
 )
@@ -126,8 +125,6 @@ class EngineRequest:
             )  # fmt: skip
             plan = plan_for_run(str(self.given), context, search)
         require_described(plan, self.source, self.memory_utilization)
-        if plan.weights.stored:
-            model_folder(self.source, stored=True)  # whose tokenizer is read, rather than that of decoded weights
         return plan
 
     def load(self, plan: Plan) -> Engine:

@@ -15,7 +15,7 @@ from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.quantities import parameters_text
 from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.plan import Workload
 
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CALIBRATION_TOKENS = 8192  # 2048 are as good for short contexts; for long ones acceptance is another 0.007 higher
@@ -80,35 +80,29 @@ def check_request(prompts: Sequence[Sequence[int]], workload: Workload, source: 
         Request.build(prompt, new_tokens, None).check(workload, vocab)
 
 
-def opening_tokens(source: str, path: str | None, tokens: int, plan: Plan | None = None) -> list[int]:
-    """The first `tokens` token ids of a file, or all of a shorter one; by default of Python's help topics.
-
-    plan: which the tokens are for, whose weights may be as a GGUF file stores them.
-    """
+def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
+    """The first `tokens` token ids of a file, or all of a shorter one; by default of Python's help topics."""
     from ridgeplan.validate import prompts
 
     text = prompts.read_prompt(path) if path is not None else None
-    tokenizer = model_tokenizer(source, plan)
+    tokenizer = model_tokenizer(source)
     return prompts.prompt_tokens(tokenizer, tokens) if text is None else prompts.first_tokens(tokenizer, tokens, text)
 
 
-def model_folder(source: str, stored: bool | None = None) -> str:
-    """The folder of a model, with a progress bar while a GGUF file is converted. Raises ModelError.
-
-    stored: as for `model_source`.
-    """
+def model_folder(source: str) -> str:
+    """The folder of a model, with a progress bar while a GGUF file is converted. Raises ModelError."""
     from ridgeplan.runtime.model.source import model_source
 
     with ExitStack() as shown:
         bar = cache(lambda: shown.enter_context(progress("opening the model")))
-        return model_source(source, lambda *state: bar()(*state), stored=stored)
+        return model_source(source, lambda *state: bar()(*state))
 
 
-def model_tokenizer(source: str, plan: Plan | None = None) -> Any:
-    """The model's tokenizer; plan: as for `opening_tokens`. Raises ModelError."""
+def model_tokenizer(source: str) -> Any:
+    """The model's tokenizer. Raises ModelError."""
     from ridgeplan.runtime.model.checkpoint import load_tokenizer
 
-    return load_tokenizer(model_folder(source, True if plan and plan.weights.stored else None))
+    return load_tokenizer(model_folder(source))
 
 
 def calibration_tokens(source: str, path: str | None) -> list[int] | None:

@@ -161,7 +161,7 @@ def import_head(checkpoint: str, model: str, output: Path, inputs: str) -> None:
     from ridgeplan.runtime.retrieval.eagle3 import import_eagle3
     from ridgeplan.runtime.retrieval.head import probe_of, save_head
 
-    source = model_folder(model, stored=False)
+    source = model_folder(model)
     fetch_weights(model)
     shape = replace(decoder_config(load_config(source), source).shape, name=model_name(model))
     head = import_eagle3(checkpoint, shape, probe_of(load_tensor(source, "model.embed_tokens.weight")), inputs)

@@ -203,7 +203,7 @@ def validate_plan_file(
     from ridgeplan.validate.quality.fidelity import plan_agreement
 
     source = embedded_or(models[0] if models else None)
-    prompts = [opening_tokens(source, prompt_file, plan.workload.context, plan)] * plan.workload.batch
+    prompts = [opening_tokens(source, prompt_file, plan.workload.context)] * plan.workload.batch
     with progress_bars() as bars:
         total = limit * len(prompts)
         tasks = [bars.add_task(f"running {name}", total=total) for name in RUNS]

@@ -9,7 +9,7 @@ from torch.nn import functional
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear.cuda import find_dense_kernel, find_quantized_kernel
-from ridgeplan.kernels.linear.gguf import GgufWeight
+from ridgeplan.kernels.linear.gguf import SLAB_ELEMENTS, GgufWeight
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
@@ -88,9 +88,6 @@ def linear_quantized_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor 
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
 
 
-GGUF_SLAB_ELEMENTS = 1 << 22  # of a weight that are dequantized at once on a CPU
-
-
 def linear_gguf(
     x: Tensor, weight: GgufWeight, bias: Tensor | None = None, *, gated: bool = False, backend: Backend = "auto"
 ) -> Tensor:
@@ -117,9 +114,7 @@ def linear_gguf(
 def linear_gguf_reference(x: Tensor, weight: GgufWeight, bias: Tensor | None) -> Tensor:
     """The same in plain torch, with a dense copy of a few outputs at a time."""
     out = x.new_empty(len(x), weight.outputs)
-    slab_rows = max(1, GGUF_SLAB_ELEMENTS // weight.inputs)
-    for first in range(0, weight.outputs, slab_rows):
-        slab = slice(first, first + slab_rows)
+    for slab in weight.slabs():
         out[:, slab] = functional.linear(x, weight.rows(slab).dequantize(x.dtype))
     return out if bias is None else out.add_(bias)
 
@@ -131,7 +126,7 @@ def gguf_rows(weight: GgufWeight, ids: Tensor, out: Tensor, *, backend: Backend 
 
         copy_rows(weight, out, ids=ids.contiguous())
         return out
-    slab_rows = max(1, GGUF_SLAB_ELEMENTS // weight.inputs)
+    slab_rows = max(1, SLAB_ELEMENTS // weight.inputs)
     for some, rows in zip(ids.split(slab_rows), out.split(slab_rows), strict=True):
         rows.copy_(weight.rows(some).dequantize())
     return out

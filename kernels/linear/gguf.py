@@ -19,6 +19,7 @@ from torch.nn import functional
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS, BlockFormat
 
 OCTET = 8  # codes of a word
+SLAB_ELEMENTS = 1 << 22  # that are dequantized at once on a CPU
 PARTS = ("codes", "high", "scales", "minima", "super_scales", "super_minima")
 
 
@@ -78,6 +79,18 @@ class GgufWeight:
     def rows(self, chosen: slice | Tensor) -> GgufWeight:
         """A weight of some of the rows."""
         return self.with_parts(lambda part: part[chosen])
+
+    def slabs(self) -> Iterator[slice]:
+        """Rows of which so few are dequantized at once that it takes little memory."""
+        rows = max(1, SLAB_ELEMENTS // self.inputs)
+        return (slice(first, first + rows) for first in range(0, self.outputs, rows))
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight [outputs, inputs], of which few rows are in float32 at a time."""
+        out = self.scales.new_empty(self.shape, dtype=dtype)
+        for slab in self.slabs():
+            out[slab] = self.rows(slab).dequantize(dtype)
+        return out
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [outputs, inputs], computed in float32."""

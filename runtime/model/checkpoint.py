@@ -24,6 +24,7 @@ from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.layers import Attention, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
 from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.plan.plan import Weights
 from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
 from ridgeplan.runtime.model.decoder import DecoderConfig
@@ -483,16 +484,16 @@ def load_weights(source: str, config: DecoderConfig, device: torch.device, dtype
     return load_state_dict(source, config, dtype).decoder_weights(device)
 
 
-def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> StateDict:
+def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype, stored: bool = False) -> StateDict:
     """The checkpoint's weights in `dtype` on the host, from safetensors only: pickles are not opened.
 
-    Raises ModelError when any is missing or misshapen.
+    stored: those in blocks of a GGUF file stay so. Raises ModelError when any is missing or misshapen.
     """
     shape = decoder.shape
     if _is_read_directly(source, shape):
         heads = decoder.checkpoint.heads
         shape = shape if heads is None else dataclasses.replace(shape, head_dim=heads.head_dim)
-        return StateDict(source, decoder, open_tensors(source, shape, dtype))
+        return StateDict(source, decoder, open_tensors(source, shape, dtype, stored=stored))
     config = load_config(source, of_family=True).get_text_config()
     vars(config).pop("transformers_weights", None)  # it may name a pickle
     options = {
@@ -523,12 +524,13 @@ def _is_converted(source: str) -> bool:
     return (Path(source) / MANIFEST).is_file()
 
 
-def open_tensors(source: str, shape: ModelShape, dtype: torch.dtype) -> StoredTensors:
-    """A checkpoint's tensors, none of which is read yet. Raises ModelError."""
+def open_tensors(source: str, shape: ModelShape, dtype: torch.dtype, *, stored: bool = False) -> StoredTensors:
+    """A checkpoint's tensors, none of which is read yet; stored: as for `load_state_dict`. Raises ModelError."""
     with _reading(source):
         _require_layers(source, shape.layers)
         settings = json.loads(read_document(Path(source) / "config.json")).get("quantization_config", {})
-        return StoredTensors.open(source, shape, dtype, settings, _weight_files(Path(source)))
+        files = _weight_files(Path(source))
+        return StoredTensors.open(source, shape, dtype, settings, files, keeps_blocks=stored)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -542,14 +544,11 @@ def load_tokenizer(source: str) -> Any:
 
 
 def load_tensor(source: str, name: str) -> Tensor:
-    """One tensor of the folder's safetensors files, on the host. Raises ModelError."""
+    """One tensor of the folder's safetensors files in float32, on the host. Raises ModelError."""
     with _reading(source):
-        for path in _weight_files(Path(source)):
-            with safe_open(path, framework="pt") as file:
-                if name in file.keys():  # noqa: SIM118
-                    tensor: Tensor = file.get_tensor(name)
-                    return tensor
-        raise ValueError(f"it has no tensor {name}")
+        files = _weight_files(Path(source))
+    tensor: Tensor = StoredTensors.open(source, None, torch.float32, {}, files).get(name)
+    return tensor
 
 
 def load_tensors(source: str, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
@@ -569,19 +568,21 @@ def checkpoint_elements(source: str) -> int:
         return sum(map(math.prod, _tensor_sizes(source)))
 
 
-def loaded_bytes(source: str, shape: ModelShape, unpacked: bool, dtype: torch.dtype) -> int:
-    """Bytes that are held at once while the checkpoint loads in `dtype`. Raises ModelError.
+def loaded_bytes(source: str, shape: ModelShape, weights: Weights, dtype: torch.dtype) -> int:
+    """Bytes that are held at once while the checkpoint loads in `dtype` for a plan's weights. Raises ModelError.
 
-    A packed checkpoint needs one layer, the embedding and the head in full precision, or the whole model if `unpacked`
-    is set. Any other checkpoint needs everything that the folder holds, of a GGUF file that is kept in its own bytes.
+    A packed checkpoint needs one layer, the embedding and the head in full precision, or the whole model where that
+    stays so. Any other checkpoint needs everything that the folder holds, as do blocks of a GGUF file that stay so.
     """
-    if shape.weight_bits.stored.layers:
+    if weights.stored:
         with _reading(source):
             return sum(path.stat().st_size for path in _weight_files(Path(source)))
-    if shape.weight_bits.format not in PACKED_FORMATS:
+    if shape.weight_bits.format not in (*PACKED_FORMATS, "gguf"):
         return checkpoint_elements(source) * dtype.itemsize
     tables = shape.embedding_params * (1 if shape.tied_embeddings else 2)
-    return dtype.itemsize * (shape.parameters if unpacked else tables + (shape.parameters - tables) // shape.layers)
+    return dtype.itemsize * (
+        shape.parameters if weights.dense else tables + (shape.parameters - tables) // shape.layers
+    )
 
 
 def _require_layers(source: str, layers: int) -> None:

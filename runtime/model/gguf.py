@@ -9,8 +9,8 @@ import math
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from ridgeplan.roofline.catalog.files import cache_folder, replacing
 from ridgeplan.roofline.catalog.gguf import (
+    FULL_TYPES,
     KEPT_TYPE,
     GGUFHeader,
     gguf_bits,
@@ -31,82 +32,51 @@ from ridgeplan.roofline.catalog.gguf import (
     read_gguf_header,
     shape_of_header,
 )
-from ridgeplan.runtime.buffers import available_bytes
+from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 from ridgeplan.runtime.heap import call_with_separate_heap
 from ridgeplan.runtime.model.gguf_tensors import (
+    file_tensors,
     hub_config,
-    hub_tensors,
-    hybrid_tensors,
+    keeps_blocks,
     rope_parameters,
     stored_config,
-    stored_tensors,
 )
 from ridgeplan.runtime.progress import OnProgress, silent
 
-CONVERSION = "6"  # part of the folder's name: a change of what is written makes a new folder
+CONVERSION = "7"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes, times and CRC-32 of the files that a finished conversion wrote
 CONTENTS = ".contents"  # the folder of the names that the contents of files have
 NAME = re.compile(r"\w[\w.-]*-[0-9a-f]{16}", flags=re.ASCII)
 LOCK = ".lock"
-STORED = "-stored"  # ends the names of folders whose matrices are as the file stores them
 STAGING = ".converting-"  # the names of folders that are not complete begin with it
-FLOAT32_BYTES = 4
-LARGER_STORED = 1.03  # of 4-bit blocks, whose scales of 6 bits take 8
+FLOAT32_BITS = 32
 BLOCK_BYTES = 1 << 20  # read at once for a checksum
 
 
-class NoRoom(ModelError):
-    """Too little memory or disk for a conversion."""
-
-
-def converted(path: Path, on_progress: OnProgress = silent, *, stored: bool = False) -> Path:
+def converted(path: Path, on_progress: OnProgress = silent) -> Path:
     """The safetensors folder of the GGUF file `path`, converted now unless it is cached whole.
 
     Files of the same content share a folder. It appears under its name only when it is complete; one of which a file
     was lost or changed is made again. Two processes that want the same file convert it once, and what a killed one left
-    is removed by the next. stored: matrices stay as the file stores them, else they are decoded to float32.
-    on_progress: is called with the stage, and the parts of it that are done. Raises ModelError for a file that is
-    truncated, corrupt, a pipe or a device, or of an architecture that transformers cannot read, for too little memory
-    or disk, and for a cache that cannot be written.
+    is removed by the next. on_progress: is called with the stage, and the parts of it that are done. Raises ModelError
+    for a file that is truncated, corrupt, a pipe or a device, or of an architecture that transformers cannot read, for
+    too little disk, and for a cache that cannot be written.
     """
     models = cache_folder() / "models"
     try:
-        folder = _folder(models, _name(path, models / CONTENTS, on_progress), stored)
+        folder = models / _name(path, models / CONTENTS, on_progress)
         if _is_whole(folder):
             _remove_leftovers(models)
             return folder
         with _locked(folder):
             if not _is_whole(folder):  # another process may have finished meanwhile
-                _require_room(path, models, stored)
-                convert = _convert_stored if stored else _convert
-                call_with_separate_heap(lambda: _convert_into(path, folder, convert, on_progress), torch.device("cpu"))
+                _require_room(path, models)
+                call_with_separate_heap(lambda: _convert_into(path, folder, on_progress), torch.device("cpu"))
     except (OSError, SafetensorError) as error:  # a full disk is the latter
         where, reason = f"{models}, under $XDG_CACHE_HOME or ~/.cache", getattr(error, "strerror", None)
         raise ModelError(f"cannot write the converted model to {where}: {reason or one_line(error)}") from error
     return folder
-
-
-def described(path: Path, on_progress: OnProgress = silent) -> Path:
-    """A folder with the configuration and the tokenizer of the GGUF file `path`, whatever its weights are.
-
-    It is a cached one, else that of decoded weights, or of stored ones where there is no room to decode them. Raises
-    ModelError.
-    """
-    models = cache_folder() / "models"
-    with contextlib.suppress(OSError):
-        name = _name(path, models / CONTENTS, on_progress)
-        cached = next((stored for stored in (False, True) if _is_whole(_folder(models, name, stored))), None)
-        if cached is not None:
-            return _folder(models, name, cached)
-    try:
-        return converted(path, on_progress)
-    except NoRoom:
-        return converted(path, on_progress, stored=True)
-
-
-def _folder(models: Path, name: str, stored: bool) -> Path:
-    return models / (f"{name}{STORED}" if stored else name)
 
 
 def _name(path: Path, names: Path, on_progress: OnProgress) -> str:
@@ -189,23 +159,17 @@ def _checksum(path: Path, modified_ns: int, inode: int) -> int:
     return checksum
 
 
-def _require_room(path: Path, cache: Path, stored: bool) -> None:
-    """Raises ModelError where the weights fit neither memory nor disk, before any of them is read.
-
-    Those that stay as they are stored are in memory a layer at a time.
-    """
-    needed_bytes = path.stat().st_size * LARGER_STORED if stored else _decoded_bytes(path)
-    memory_bytes = None if stored else available_bytes()
-    for what, free_bytes in (("memory", memory_bytes), ("disk", shutil.disk_usage(cache).free)):
-        if free_bytes is not None and needed_bytes > free_bytes:
-            raise NoRoom(
-                f"converting {path} takes {needed_bytes / 1e9:.1f} GB of {what} and {free_bytes / 1e9:.1f} GB are "
-                "free; allowed: a smaller model, a safetensors folder, or a plan with stored weights, if products read "
-                "the file's types (`ridgeplan estimate FILE --preset stored -o plan.json`)"
-            )
+def _require_room(path: Path, cache: Path) -> None:
+    """Raises ModelError where the weights do not fit the disk, before any of them is read."""
+    needed_bytes, free_bytes = _converted_bytes(path), shutil.disk_usage(cache).free
+    if needed_bytes > free_bytes:
+        raise ModelError(
+            f"converting {path} takes {needed_bytes / 1e9:.1f} GB of disk and {free_bytes / 1e9:.1f} GB are free; "
+            "allowed: a smaller model, or a safetensors folder"
+        )
 
 
-def _decoded_bytes(path: Path) -> float:
+def _converted_bytes(path: Path) -> float:
     """Bytes of all tensors as they are written, once the file's sizes are in range. Raises ModelError."""
     try:
         header = read_gguf_header(path)
@@ -214,21 +178,19 @@ def _decoded_bytes(path: Path) -> float:
         raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
     if shape.layers > len(tensors):  # transformers would build them all
         raise ModelError(f"cannot read the GGUF file {path}: it has {len(tensors)} tensors for {shape.layers} layers")
-    kept_bytes = gguf_bits(KEPT_TYPE) / 8 if keeps_experts(header) else FLOAT32_BYTES
-    return sum(
-        math.prod(sizes) * (kept_bytes if header.types[name] == KEPT_TYPE else FLOAT32_BYTES)
-        for name, sizes in tensors.items()
-    )
+    kept = {KEPT_TYPE: gguf_bits(KEPT_TYPE)} if keeps_experts(header) else {}
+    if keeps_blocks(header):
+        kept |= {kind: described.held_bits for kind, described in BLOCK_FORMATS.items()}
+        kept |= {kind: gguf_bits(kind) for kind in FULL_TYPES}
+    return sum(math.prod(sizes) * kept.get(header.types[name], FLOAT32_BITS) / 8 for name, sizes in tensors.items())
 
 
-def _convert_into(
-    path: Path, folder: Path, convert: Callable[[Path, Path, OnProgress], None], on_progress: OnProgress
-) -> None:
+def _convert_into(path: Path, folder: Path, on_progress: OnProgress) -> None:
     """Writes to a staging folder and renames it over any damaged one."""
     staging = folder.with_name(f"{STAGING}{folder.name}")
     staging.mkdir()
     try:
-        convert(path, staging, on_progress)
+        _convert(path, staging, on_progress)
         written = [(file, file.stat()) for file in staging.iterdir()]
         files = {
             file.name: (at.st_size, at.st_mtime_ns, _checksum(file, at.st_mtime_ns, at.st_ino)) for file, at in written
@@ -241,39 +203,28 @@ def _convert_into(
 
 
 def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
-    """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
-    with _isolated_link(path, staging) as (link, where), _reading(path, on_progress) as header:
-        if header.metadata["general.architecture"] == "gpt-oss":
-            config, tensors = transformers.GptOssConfig(**hub_config(header)), hub_tensors(link, header)
-        elif header.metadata["general.architecture"] == "qwen35":
-            config, shape = transformers.AutoConfig.from_pretrained(**where), shape_of_header(header, path)
-            tensors = hybrid_tensors(link, shape.states[0][0], shape.layers)
-        else:
-            config = _config(link, where, header)
-            if config.model_type == "qwen3_moe":  # what transformers leaves at defaults, which llama.cpp does not read
-                experts = header.metadata["qwen3moe.expert_feed_forward_length"]
-                config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
-            tensors = _tensors(link, config)
-        tokenizer = _tokenizer(where)
-    on_progress("writing the decoded weights, once", len(tensors), len(tensors))
-    _save_model(config, tokenizer, staging)
-    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-
-
-def _convert_stored(path: Path, staging: Path, on_progress: OnProgress) -> None:
-    """Writes config, tokenizer and weights as the file stores them, a file for each layer."""
+    """Writes config, tokenizer and weights, a file for each layer, so that one layer is in memory at a time."""
     places: dict[str, str] = {}
+    reading = partial(failures_as, f"cannot read the GGUF file {path}")
     on_progress("reading the vocabulary, once", 0, 1)  # gguf takes up to a minute
-    with _isolated_link(path, staging) as (link, where), _reading(path, silent) as header:
-        config, tokenizer = _config(link, where, header), _tokenizer(where)
-        config.update(stored_config(header))
-        layers = shape_of_header(header, path).layers
-        for index, tensors in enumerate(stored_tensors(link, header)):
-            on_progress("copying the stored weights, once", index, layers + 1)
+    with _isolated_link(path, staging) as (link, where), _one_reader():
+        with reading():
+            header = read_gguf_header(path)
+            config, tokenizer, shape = _config(link, where, header), _tokenizer(where), shape_of_header(header, path)
+        gguf.GGUFReader(link).fields.clear()  # the vocabulary as objects, some GB
+        layers = file_tensors(link, header, shape)
+        for index in count():
+            with reading():
+                tensors = next(layers, None)
+            if tensors is None:
+                break
+            on_progress("copying the weights, once", index, shape.layers + 1)
             name = f"model-{index:05}.safetensors"
             save_file(tensors, staging / name, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, name)
-    _save_model(config, tokenizer, staging)
+    with quiet_transformers():
+        config.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
     index_text = json.dumps({"metadata": {}, "weight_map": places})
     (staging / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
 
@@ -294,72 +245,40 @@ def _isolated_link(path: Path, staging: Path) -> Iterator[tuple[Path, dict[str, 
 
 
 @contextlib.contextmanager
-def _reading(path: Path, on_progress: OnProgress) -> Iterator[GGUFHeader]:
-    """The header, as `_read_once`. Raises ModelError, one line that names the file."""
-    with failures_as(f"cannot read the GGUF file {path}"), _read_once(path, on_progress) as header:
-        yield header
+def _one_reader() -> Iterator[None]:
+    """Inside the body all readers of a file share one of gguf's.
+
+    transformers reads a header for its config and its tokenizer: 13 s each for a vocabulary of 262k.
+    """
+    reader_class = gguf.GGUFReader
+
+    @cache
+    def read_of(path: str) -> gguf.GGUFReader:
+        """Without gpt-oss's RoPE, of which transformers takes the lengths of names for values."""
+        read = reader_class(path)
+        for name in [name for name in read.fields if name.startswith("gpt-oss.rope.scaling.")]:
+            del read.fields[name]
+        return read
+
+    gguf.GGUFReader = lambda path: read_of(str(path))
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader_class
 
 
 def _config(path: Path, where: dict[str, Any], header: GGUFHeader) -> Any:
+    """transformers' configuration, with what its reader of the file leaves out."""
+    if header.metadata["general.architecture"] == "gpt-oss":
+        return transformers.GptOssConfig(**hub_config(header))
     config, rope = transformers.AutoConfig.from_pretrained(**where), rope_parameters(path, header)
-    if rope is not None:
-        config.rope_parameters = rope
+    if config.model_type == "qwen3_moe":
+        experts = header.metadata["qwen3moe.expert_feed_forward_length"]
+        config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
+    config.update(stored_config(header) | ({} if rope is None else {"rope_parameters": rope}))
     return config
 
 
 def _tokenizer(where: dict[str, Any]) -> Any:
     with quiet_rust():
         return transformers.AutoTokenizer.from_pretrained(**where)
-
-
-def _save_model(config: Any, tokenizer: Any, folder: Path) -> None:
-    with quiet_transformers():
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _read_once(path: Path, on_progress: OnProgress) -> Iterator[GGUFHeader]:
-    """The header. Inside the body all readers share one of gguf's, and `on_progress` hears of tensors they dequantize.
-
-    transformers reads a header for its config, weights and tokenizer: 13 s each for a vocabulary of 262k. For each of
-    the model's modules it asks for the names of all layers' tensors.
-    """
-    header, done = read_gguf_header(path), count()
-    reader_class, dequantize, name_map = gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map
-
-    def counted(*arguments: Any) -> Any:
-        on_progress("decoding weights, once", next(done), len(header.tensors))
-        return dequantize(*arguments)
-
-    @cache
-    def reader(*arguments: Any) -> gguf.GGUFReader:
-        """Without gpt-oss's RoPE, of which transformers takes the lengths of names for values."""
-        read = reader_class(*arguments)
-        for name in [name for name in read.fields if name.startswith("gpt-oss.rope.scaling.")]:
-            del read.fields[name]
-        return read
-
-    gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map = reader, counted, cache(name_map)
-    try:
-        yield header
-    finally:
-        gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map = reader_class, dequantize, name_map
-
-
-def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
-    """The dequantized tensors under transformers' names, which it derives from an empty model."""
-    # from_pretrained would do the same conversion, but needs the accelerate package for it.
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
-    tensors = {name: tensor.contiguous() for name, tensor in read["tensors"].items()}
-    for name, parameter in model.named_parameters():  # what reads the folder does not check it again
-        if name in tensors and tensors[name].shape != parameter.shape:
-            sizes = f"{list(tensors[name].shape)}; its configuration needs {list(parameter.shape)}"
-            raise ModelError(f"in the GGUF file the weight {name} is {sizes}")
-        if name not in tensors and not (name == "lm_head.weight" and config.tie_word_embeddings):
-            raise ModelError(f"the GGUF file lacks the weight {name}")
-    return tensors

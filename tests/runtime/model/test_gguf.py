@@ -23,7 +23,6 @@ from gguf_files import write_gguf, write_gpt_oss, write_qwen35
 from gguf_values import METADATA, TENSORS, gguf_bytes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.model_shape import sizes_of
@@ -31,7 +30,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Weights
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model import gguf as gguf_convert
-from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer
+from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict, load_tokenizer
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.gguf import converted
 from ridgeplan.runtime.model.linear import Mxfp4
@@ -61,9 +60,15 @@ def path(tiny_model, tmp_path):
     return path
 
 
+def tensors_of(folder: str) -> dict[str, torch.Tensor]:
+    """All tensors of a converted model."""
+    files = [load_file(file) for file in sorted(Path(folder).glob("*.safetensors"))]
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
 def test_weights_come_out_bit_by_bit(path, tiny_model, make_plan):
     model = tiny_model(head_dim=16).reference
-    tensors = load_file(Path(model_source(str(path))) / "model.safetensors")
+    tensors = tensors_of(model_source(str(path)))
     expected = {name: tensor for name, tensor in model.state_dict().items() if name in tensors}
     assert len(expected) == len(tensors) == 3 + 9 * 2
     assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
@@ -86,23 +91,21 @@ def test_a_converted_dense_model_loads_without_transformers_models(path, make_pl
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
-    [(None, "lacks the weight NORM"), (torch.zeros(0), r"NORM is \[0\]; its configuration needs \[64\]")],
+    ("name", "sizes", "said"),
+    [
+        ("blk.0.attn_output", None, "lacks the weight model.layers.0.self_attn.o_proj.weight"),
+        ("blk.0.attn_output", [32, 16], r"o_proj.weight is \[16, 32\]; its config.json needs \[32, 32\]"),
+        ("blk.0.ffn_norm", [16], r"post_attention_layernorm.weight is \[16\]; its config.json needs \[32\]"),
+        ("output_norm", [16], r"model.norm.weight is \[16\]; its config.json needs \[32\]"),
+        ("output_norm", None, "lacks the weight model.norm.weight"),
+    ],
 )
-def test_a_file_without_a_weight_of_the_right_size_is_not_converted(changed, said, path, cache_home, monkeypatch):
-    read, name = gguf_utils.load_gguf_checkpoint, "model.layers.1.input_layernorm.weight"
-
-    def damaged(*arguments, **options):
-        document = read(*arguments, **options)
-        if "tensors" in document:  # configurations have none
-            document["tensors"] |= {name: changed}
-            document["tensors"] = {name: tensor for name, tensor in document["tensors"].items() if tensor is not None}
-        return document
-
-    monkeypatch.setattr(gguf_utils, "load_gguf_checkpoint", damaged)
-    with pytest.raises(ModelError, match=said.replace("NORM", name)):
-        converted(path)
-    assert kept(cache_home) == []
+def test_a_file_without_a_weight_of_the_right_size_is_refused(name, sizes, said, tmp_path, make_plan):
+    changed = {f"{name}.weight": {"shape": sizes, "type": 0, "at": 0}} if sizes else {}
+    tensors = {other: each for other, each in TENSORS.items() if other != f"{name}.weight"} | changed
+    (tmp_path / "wrong.gguf").write_bytes(gguf_bytes(METADATA, tensors))
+    with pytest.raises(ModelError, match=said):
+        runtime.load(make_plan(), str(tmp_path / "wrong.gguf"), device="cpu")
 
 
 def test_experts_are_read_from_a_gguf_file(tiny_model, tmp_path, make_plan):
@@ -153,10 +156,11 @@ def test_hybrids_are_read_from_a_gguf_file(tiny_model, tmp_path, make_plan):
 def test_quantized_tensors_are_what_their_codes_stand_for(kinds, tiny_model, tmp_path):
     model = copy.deepcopy(tiny_model(head_dim=64, hidden_size=256, intermediate_size=512).reference)
     write_gguf(tmp_path / "quantized.gguf", model, kinds=kinds)
-    tensors = load_file(Path(model_source(str(tmp_path / "quantized.gguf"))) / "model.safetensors")
-    assert len(tensors) == 3 + 9 * 2
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=1e-7, msg=name)
+    source = model_source(str(tmp_path / "quantized.gguf"))
+    state = load_state_dict(source, decoder_config(load_config(source), source), torch.float32)
+    assert len(model.state_dict()) == 3 + 9 * 2
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(state.tensors.get(name), expected, rtol=1e-6, atol=1e-7, msg=name)
 
 
 def llama3_divisors(head_dim: int, theta: float) -> torch.Tensor:
@@ -217,11 +221,11 @@ def test_a_conversion_says_what_it_does(index, tiny_model, tmp_path, monkeypatch
     writers(tiny_model)[index](path)
     capsys.readouterr()
     converted(path, lambda *state: said.append(state))
-    tensors = len(gguf.GGUFReader(path).tensors)
-    decoded = [(done, total) for what, done, total in said if what.startswith("decoding weights")]
-    assert decoded == [(done, tensors) for done in range(tensors)]
+    layers = load_shape(str(path)).layers
+    copied = [(done, total) for what, done, total in said if what.startswith("copying the weights")]
+    assert copied == [(done, layers + 1) for done in range(layers + 1)]
     stages = dict.fromkeys(what for what, _, _ in said)
-    assert [*stages] == ["reading model.gguf, once", "decoding weights, once", "writing the decoded weights, once"]
+    assert [*stages] == ["reading model.gguf, once", "reading the vocabulary, once", "copying the weights, once"]
     assert capsys.readouterr().err == ""
     converted(path, lambda what, *_: pytest.fail(what))
 
@@ -417,18 +421,19 @@ def test_a_disk_that_fills_up_is_one_clear_line(path, monkeypatch, cache_home):
     assert kept(cache_home) == []
 
 
-@pytest.mark.parametrize("what", ["memory", "disk"])
-def test_what_does_not_fit_is_refused_before_it_is_read(path, conversions, monkeypatch, what):
-    """All tensors in float32: 4 bytes of each element."""
-    needed_bytes = 4 * sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
-    free = {"memory": 1 << 40, "disk": 1 << 40} | {what: needed_bytes - 1}
-    usage = shutil.disk_usage(path.parent)
-    monkeypatch.setattr(gguf_convert, "available_bytes", lambda: free["memory"])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free["disk"]))
-    with pytest.raises(ModelError, match=rf"converting .* takes 0\.0 GB of {what} and 0\.0 GB are free"):
+@pytest.mark.parametrize(("kinds", "bits"), [([], 32), (["Q4_K"], 4.625), (["F16"], 16)])
+def test_what_does_not_fit_is_refused_before_it_is_read(kinds, bits, path, conversions, monkeypatch, tiny_model):
+    """Blocks and numbers as the file has them."""
+    model = copy.deepcopy(tiny_model(head_dim=64, hidden_size=256, intermediate_size=512).reference)
+    write_gguf(path, model, kinds=kinds)
+    tensors = gguf.GGUFReader(path).tensors
+    needed_bytes = sum(int(each.n_elements) * (bits if len(each.shape) > 1 else 32) / 8 for each in tensors)
+    free, usage = [needed_bytes - 1], shutil.disk_usage(path.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
+    with pytest.raises(ModelError, match=r"converting .* takes 0\.0 GB of disk and 0\.0 GB are free"):
         converted(path)
     assert not conversions
-    free[what] += 1
+    free[0] += 1
     converted(path)
     assert conversions
 

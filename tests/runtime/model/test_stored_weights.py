@@ -15,9 +15,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, Speculation, Weights
 from ridgeplan.roofline.plan.support import as_loaded
-from ridgeplan.runtime.errors import ModelError, UnsupportedPlan
-from ridgeplan.runtime.model import gguf as gguf_convert
-from ridgeplan.runtime.model.gguf import converted, described
+from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.runtime.model.linear import Dense, Stored
 from ridgeplan.runtime.model.source import model_source
 
@@ -109,27 +107,10 @@ def test_drafts_and_caches_of_other_plans_work_on_stored_weights(written, make_p
 def test_no_dense_copy_is_written(written):
     """A file for each layer, so that a layer at a time is in memory."""
     path, _ = written()
-    folder = Path(model_source(str(path), stored=True))
+    folder = Path(model_source(str(path)))
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == 3 and sum(file.stat().st_size for file in files) < 1.1 * path.stat().st_size
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "gguf"
-    assert model_source(str(path)) != str(folder) == model_source(str(path), stored=True)
-
-
-def test_a_description_comes_from_the_folder_that_is_there(written, monkeypatch):
-    path, _ = written()
-    kept = converted(path, stored=True)
-    assert described(path) == kept
-    decoded = converted(path)
-    assert described(path) == decoded
-
-
-def test_a_description_needs_no_room_for_decoded_weights(written, monkeypatch):
-    path, _ = written()
-    monkeypatch.setattr(gguf_convert, "available_bytes", lambda: 1000)
-    with pytest.raises(ModelError, match="GB of memory"):
-        converted(path)
-    assert described(path) == converted(path, stored=True)
 
 
 def test_other_checkpoints_have_no_stored_weights(tiny_model, make_plan):
