@@ -214,13 +214,18 @@ def initial_parameters(
 
 
 def head_keys(shape: ModelShape, training: HeadTraining, theta: float, eps: float) -> dict[str, Any]:
-    """config.json of a head of a model, as SGLang reads it."""
+    """config.json of a head of a model, as SGLang reads it.
+
+    Its longest sequence is that of its training, beyond which vLLM does not draft. With a shorter window it is the
+    model's: rotary positions enter as differences, none of which is larger than the window.
+    """
+    max_tokens = shape.max_context if 0 < training.window < training.tokens else training.tokens
     keys: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
         "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.q_heads,
         "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,
         "draft_vocab_size": min(training.draft_vocab, shape.vocab), "hidden_act": "silu", "rms_norm_eps": eps,
-        "rope_theta": theta, "max_position_embeddings": training.tokens, "torch_dtype": "float32",
+        "rope_theta": theta, "max_position_embeddings": max_tokens, "torch_dtype": "float32",
         "tie_word_embeddings": False, "sliding_window": training.window or None,
         "eagle_config": {
             "use_aux_hidden_state": True,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ridgeplan import runtime
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import RoundShape
 from ridgeplan.roofline.memory import fuse_params, head_step_params
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan
@@ -18,7 +19,7 @@ from ridgeplan.runtime import ModelError, WorkloadError
 from ridgeplan.runtime.request import Request
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.draft_head import DraftHead, HeadCheckpoint
-from ridgeplan.runtime.speculation.train_head import Student, lesson
+from ridgeplan.runtime.speculation.train_head import HeadTraining, Student, head_keys, lesson
 
 VOCAB = 16
 NEW = 70  # with groups of 32: two flushes
@@ -121,6 +122,13 @@ def test_a_head_has_the_weights_that_the_cost_model_reads(model, draft_head, sha
     step = sum(part.weight.numel() for part in (*layer.projections, head.weights.head))
     assert step == head_step_params(shape, checkpoint.config.draft_vocab)
     assert head.fc.weight.numel() == fuse_params(shape)
+
+
+@pytest.mark.parametrize(("window", "longest"), [(0, 512), (512, 512), (128, 131_072)])
+def test_a_heads_longest_sequence_is_that_of_its_training_unless_its_window_is_shorter(window, longest):
+    training = HeadTraining(steps=1, tokens=512, window=window)
+    keys = head_keys(load_shape("meta-llama/Llama-3.1-8B"), training, 5e5, 1e-5)
+    assert keys["max_position_embeddings"] == longest
 
 
 def test_another_heads_files_are_refused_in_one_line(model, draft_head, shape_of, make_plan, tmp_path):
