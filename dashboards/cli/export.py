@@ -43,7 +43,7 @@ COLUMNS = 78
 @click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model.")
 @click.option(
     "--draft-method", type=click.Choice(METHODS), default="draft_model", show_default=False,
-    help="A whole model, an EAGLE-3 head, the model's own layers, or a lookup.  [default: as the plan drafts]",
+    help="A whole model, a head, the model's own layers, a lookup, or blocks.  [default: as the plan drafts]",
 )  # fmt: skip
 @click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]")
 @click.option("--host-cache", type=opt.SIZE, help="Host memory for the KV of prefixes, such as 64GiB.")

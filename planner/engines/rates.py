@@ -71,6 +71,13 @@ PLUGIN_LAUNCHES = 0.76  # fitted to an earlier day's steps; the six of docs/vllm
 PLUGIN_ROUND_S = 4.5e-3
 
 
+def certainty_of_drafts(source: str, spread: float, lookup: bool) -> tuple[str, float]:
+    """Source and spread of a round, from those of a step. Nobody measured passes with lookups."""
+    if lookup:
+        return "prior", math.hypot(spread, TRANSFER_SPREAD)
+    return source, math.hypot(spread, OTHER_MODEL)
+
+
 def terms(step: EngineStep, kind: str, shape: ModelShape, hardware: Hardware) -> dict[str, float]:
     """What each rate is multiplied by in a step that memory bounds: launches, or seconds at the full bandwidth."""
     totals: dict[str, float] = defaultdict(float)
@@ -274,12 +281,11 @@ class EngineProfile:
         return replace(machine, round_s=machine.round_s + overhead_s, drafted_round_s=PLUGIN_ROUND_S)
 
     def plan_certainty(self, plan: Plan, shape: ModelShape) -> tuple[str, float]:
-        """`certainty` of a plan's round, which is an assumption with lookups: nobody measured their passes."""
+        """`certainty` of a plan's round."""
         kv, bits = self.kv_dtype(plan), FULL_BITS if plan.weights.target_bits == 16 else HALF_BITS
         source, spread = self.certainty(self.step(plan.workload, bits, kv), DTYPES[kv].kind, shape)
-        if plan.speculation.drafter.kind is DrafterKind.SUFFIX:
-            return "prior", math.hypot(spread, TRANSFER_SPREAD)
-        return source, math.hypot(spread, OTHER_MODEL * plan.speculation.active)
+        lookup = plan.speculation.drafter.kind is DrafterKind.SUFFIX
+        return certainty_of_drafts(source, spread, lookup) if plan.speculation.active else (source, spread)
 
     def is_measured(self, plan: Plan, shape: ModelShape) -> bool:
         """Whether some measured step depends on every rate of a plan that decodes plainly, at whatever size."""

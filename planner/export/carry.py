@@ -6,21 +6,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ridgeplan.planner.acceptance import Acceptance
 from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP
-from ridgeplan.planner.acceptance.drafters import ContextDecay, at_context, proposal_acceptance
+from ridgeplan.planner.acceptance.drafters import ContextDecay, ProposalAcceptance, at_context, proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.planner.export.drafts import CONTEXTS, HEADS, LOOKUPS, DraftModel, EngineRounds, ranges
+from ridgeplan.planner.export.drafts import BLOCKS, CONTEXTS, HEADS, LOOKUPS, MIN_GAIN, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.drafters import pass_tokens
-from ridgeplan.roofline.engine import EAGLE3_MEASURED
+from ridgeplan.roofline.engine import EAGLE3_MEASURED, EAGLE3_PASS_MS
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.plan import DraftCodes, Drafter, DrafterKind, KVFormat, Workload, require
 
 MAX_OFFLOAD_SHARE = 0.9  # of the weights; the rest is embeddings, norms and what engines never offload
-MIN_GAIN = 0.03  # over plain decoding, for which a second copy of the model is worth its memory
 UNQUANTIZED = ("bf16", "float32")
 
 
@@ -125,6 +125,8 @@ def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
     """The engine's counterpart of the plan's drafts; None, with the reason in the axis, if it has none."""
     options = placed.options
     if not options.plan.speculation.active:
+        named = options.draft_method != "draft_model" or options.draft_model is not None
+        require(not named, "the plan has no drafts; allowed: neither --draft-method nor --draft-model")
         return None, ()
     requested = _drafting(placed)
     shortfall_gib = replace(placed, drafts=requested).missing_gib - placed.offload_gib
@@ -142,6 +144,8 @@ def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
     if drafts.method in LOOKUPS:
         match = f"{drafts.gamma} tokens after a match of {drafts.min_match} or more"
         nearest = f"{drafts.method}: up to {match}; not priced: the lookup"
+        if (drafts.method, options.engine.name) == ("suffix", "vllm"):
+            nearest += "; needs the package arctic-inference beside vLLM"
     nearest += _ends(placed, drafts)
     return drafts, (Carried("drafts", _draft_text(options), nearest, False),)
 
@@ -157,51 +161,66 @@ def _gain(placed: Served, drafts: DraftModel) -> float:
 
 def _ends(placed: Served, drafts: DraftModel) -> str:
     """From which context on an EAGLE-3 head loses, and whether the engine then stops it; "" where it is not known."""
-    rounds = rounds_of(placed, drafts)
-    if rounds is None or drafts.method != "eagle3":
+    rounds, title = rounds_of(placed, drafts), placed.options.engine.title
+    if drafts.method != "eagle3":
         return ""
+    stops = f"; its configuration allows {drafts.limit} tokens" if drafts.limit else ""
+    if drafts.longest:
+        refuses = "" if drafts.limit else f", and {title} refuses more than the head's own limit"
+        stops = f"; max_model_len stops it beyond {drafts.longest} tokens{refuses}{stops}"
+    if rounds is None:
+        return stops
     workload, gamma = placed.options.plan.workload, drafts.gamma
     batch, end = workload.rank_batch, _end(placed, drafts, rounds)
     steps = float(rounds.tpot_s(batch, gamma) * pass_tokens(1.0, drafts.acceptance, gamma) / rounds.tpot_s(batch, 0))
+    loses = "" if end is None else f", and loses from about {end} tokens of context on"
+    if end is not None and end < placed.options.max_model_len and not _stops_heads(placed):
+        stops = f"; {title} has no switch for that{stops}"
     known = proposal_acceptance(DrafterKind.HEAD, replace(workload, acceptance_length=0.0))
     source = known.where if known.known else str(ContextDecay.of(EAGLE3))
-    loses = "" if end is None else f", and loses from about {end} tokens of context on"
-    if drafts.longest:
-        loses += ", where max_model_len switches it off, which may be at most the head's own limit"
-    elif end is not None:
-        loses += f"; {placed.options.engine.title} has no switch for that"
-    return f"; a pass takes {steps:.2f} plain steps{loses} ({source})"
+    return f"; a pass takes {steps:.2f} plain steps{loses}{stops} ({source})"
+
+
+def _stops_heads(placed: Served) -> bool:
+    """Whether the engine stops drafts at a length.
+
+    vLLM drafts nothing in steps whose longest sequence is beyond the draft's max_model_len (`_input_fits_in_drafter` of
+    its model runner), and refuses one beyond the head's own (`SpeculativeConfig._maybe_override_draft_max_model_len`).
+    """
+    options = placed.options
+    return options.engine.name == "vllm" and options.schema.has_field("--speculative-config", "max_model_len")
 
 
 def _end(placed: Served, drafts: DraftModel, rounds: EngineRounds) -> int | None:
     """The context from which on an EAGLE-3 head loses at its acceptance there; None if it always wins."""
     workload, gamma = placed.options.plan.workload, drafts.gamma
-    tokens = (float(pass_tokens(1.0, _head_acceptance(workload, context), gamma)) for context in CONTEXTS)
+    tokens = (float(pass_tokens(1.0, _head_acceptance(workload, context).best, gamma)) for context in CONTEXTS)
     return rounds.loses_from(workload.rank_batch, gamma, list(tokens))
 
 
 def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:
-    """The drafts with the longest sequence for which an EAGLE-3 head pays, where the engine has a switch for that.
-
-    vLLM drafts nothing in steps whose longest sequence is beyond the draft's max_model_len (`_input_fits_in_drafter` of
-    its model runner), and refuses one beyond the head's own (`SpeculativeConfig._maybe_override_draft_max_model_len`).
-    """
-    options, rounds = placed.options, rounds_of(placed, drafts)
-    switch = options.engine.name == "vllm" and options.schema.has_field("--speculative-config", "max_model_len")
-    if rounds is None or drafts.method != "eagle3" or not drafts.gamma or not switch:
+    """The drafts with the longest sequence for which an EAGLE-3 head pays and is made, where the engine stops it."""
+    rounds = rounds_of(placed, drafts)
+    if drafts.method != "eagle3" or not drafts.gamma or not _stops_heads(placed):
         return drafts
-    end = _end(placed, drafts, rounds)
-    if end is None or end >= options.max_model_len:
+    end = _end(placed, drafts, rounds) if rounds is not None else None
+    longest = min(end if end is not None else math.inf, drafts.limit or math.inf)
+    if longest >= placed.options.max_model_len:
         return drafts
-    folder = options.plan.workload.drafter_head
-    limit = head_settings(folder).max_context if folder and drafts.model == folder else 0
-    return replace(drafts, longest=min(end, limit or end), gamma=drafts.gamma * (end > 0))
+    return replace(drafts, longest=int(longest), gamma=drafts.gamma * (longest > 0))
 
 
-def _head_acceptance(workload: Workload, context: float) -> float:
+def _head_acceptance(workload: Workload, context: float) -> ProposalAcceptance:
     """Conditional acceptance of an EAGLE-3 head at a context: the user's figure or rows, else as published."""
     known = proposal_acceptance(DrafterKind.HEAD, at_context(workload, int(context), Drafter(DrafterKind.HEAD, 1)))
-    return known.best if known.known else ContextDecay.of(EAGLE3).acceptance(context)
+    return known if known.known else _decayed(known, EAGLE3, context)
+
+
+def _decayed(known: ProposalAcceptance, name: str, context: float) -> ProposalAcceptance:
+    """As a published drafter's decays with the context."""
+    decay = ContextDecay.of(name)
+    best = decay.acceptance(context)
+    return replace(known, best=best, high=max(known.high, best), where=str(decay))
 
 
 def _measured(workload: Workload) -> bool:
@@ -217,27 +236,43 @@ def _lookup(placed: Served) -> DraftModel:
     known = proposal_acceptance(DrafterKind.SUFFIX, workload)
     method = "suffix" if placed.options.draft_method == "suffix" else "ngram"
     return DraftModel(
-        model="", method=method, quantization="", kv=placed.kv, gamma=drafter.depth, acceptance=known.best, shape=None,
-        hit=known.hit, min_match=drafter.min_match,
+        model="", method=method, quantization="", kv=placed.kv, gamma=drafter.depth, accepted=known,
+        shape=None, hit=known.hit, min_match=drafter.min_match, deepest=known.depth,
     )  # fmt: skip
 
 
-def _drafting(placed: Served) -> DraftModel:
-    options, draft_model = placed.options, placed.options.draft_model
-    acceptance, workload, kind = options.acceptance, options.plan.workload, options.plan.speculation.drafter.kind
-    method, own_layers = options.draft_method, options.draft_method == "mtp"
-    if draft_model is None and (method in LOOKUPS or (kind is DrafterKind.SUFFIX and method == "draft_model")):
+def _require_named(options: ServeCommandOptions) -> None:
+    """Raises PlanError for a method that the plan's drafter does not allow, or one whose draft model is not named."""
+    method, named, kind = options.draft_method, options.draft_model, options.plan.speculation.drafter.kind
+    if method in LOOKUPS:
         require(kind is DrafterKind.SUFFIX, f"the plan's drafter is {kind}; allowed with {method}: suffix")
-        return _lookup(placed)
+        require(named is None, f"draft model is {named}; allowed with {method}: none, as it looks the text up")
+    if kind is DrafterKind.BLOCK:
+        allowed = f"--draft-method {' or '.join(BLOCKS)}, with --draft-model"
+        require(method in BLOCKS, f"the plan's drafter proposes blocks; allowed: {allowed}")
     require(
-        draft_model is not None or own_layers or kind is not DrafterKind.HEAD,
-        "the plan's drafter is a head, and none is named; allowed: --draft-model with its id or path, or "
-        "--draft-method mtp for layers of the model's own",
+        named is not None or method == "mtp" or (kind is not DrafterKind.HEAD and method not in HEADS),
+        "no head or block drafter is named; allowed: --draft-model with its id or path, or --draft-method mtp for "
+        "layers of the model's own",
     )
+
+
+def _drafting(placed: Served) -> DraftModel:
+    _require_named(placed.options)
+    options, draft_model = placed.options, placed.options.draft_model
+    workload, method, own_layers = options.plan.workload, options.draft_method, options.draft_method == "mtp"
+    by_suffix = options.plan.speculation.drafter.kind is DrafterKind.SUFFIX and method == "draft_model"
+    if method in LOOKUPS or (by_suffix and draft_model is None):
+        return _lookup(placed)
+    accepted: Acceptance | ProposalAcceptance = options.acceptance
+    deepest = limit = 0
     if method in HEADS:
-        acceptance = _head_acceptance(workload, workload.context)
+        known = _head_acceptance(workload, workload.context)
         if own_layers and not _measured(workload):
-            acceptance = ContextDecay.of(MTP).acceptance(workload.context)
+            known = _decayed(known, MTP, workload.context)
+        accepted, deepest = known, min(known.depth, max(EAGLE3_PASS_MS)[0])
+        folder = workload.drafter_head
+        limit = head_settings(folder).max_context if folder and draft_model == folder else 0
     shadow = options.plan.kv.format is KVFormat.SHADOW
     other_dtype = options.schema.has_field("--speculative-config", "kv_cache_dtype")
     return DraftModel(
@@ -246,8 +281,10 @@ def _drafting(placed: Served) -> DraftModel:
         quantization="" if draft_model or own_layers or is_quantized(options.shape) else options.engine.weights[8],
         kv=options.engine.kv_dtypes[KVFormat.INT8] if shadow and other_dtype else placed.kv,
         gamma=options.plan.speculation.gamma,
-        acceptance=acceptance,
+        accepted=accepted,
         shape=options.draft_shape if draft_model or own_layers else options.shape,
+        deepest=deepest,
+        limit=limit,
     )
 
 
@@ -271,7 +308,7 @@ def rounds_of(placed: Served, drafts: DraftModel) -> EngineRounds | None:
     known = {
         "draft_model": drafts.shape is not None,
         **dict.fromkeys(LOOKUPS, True),
-        "mtp": False,
+        **dict.fromkeys(("mtp", *BLOCKS), False),
         "eagle3": (options.sharded.hidden, options.hardware.name, options.plan.parallel.gpus) == EAGLE3_MEASURED,
     }
     if not known[drafts.method]:

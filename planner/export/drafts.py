@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ridgeplan.planner.acceptance import Acceptance
+from ridgeplan.planner.acceptance.drafters import ProposalAcceptance
 from ridgeplan.planner.engines.formats import DTYPES, ServingEngine
 from ridgeplan.planner.engines.rates import EngineProfile
 from ridgeplan.planner.export.schema import Schema
@@ -23,10 +25,12 @@ from ridgeplan.roofline.engine import EngineStep, eagle3_draft_seconds
 from ridgeplan.roofline.execution import MAX_SUFFIX_TOKENS
 from ridgeplan.roofline.round import tokens_per_round
 
-METHODS = ("draft_model", "eagle3", "mtp", "ngram", "suffix")
-HEADS = ("eagle3", "mtp")
+METHODS = ("draft_model", "eagle3", "mtp", "ngram", "suffix", "dflash", "dspark")
+BLOCKS = ("dflash", "dspark")
+HEADS = ("eagle3", "mtp", *BLOCKS)
 LOOKUPS = ("ngram", "suffix")  # which need no draft model, as layers for multi-token prediction need none
 
+MIN_GAIN = 0.03  # for which a second copy of the model, or a gamma by batch, is worth its cost
 CONTEXTS = tuple(1024 * step for step in range(1, 129))  # at which a drafter's end is looked for
 
 
@@ -35,8 +39,9 @@ class DraftModel:
     """The draft model in the engine. model: its id or path. quantization: "" for the checkpoint's own format.
 
     shape: None if it is unknown, as for an EAGLE-3 head. schedule: gamma by batch, as (first, last, gamma). hit: share
-    of the passes with proposals. min_match: fewest tokens of a suffix that is looked up. longest: sequence for which it
-    drafts, as it loses beyond; 0 for any.
+    of the passes with proposals. min_match: fewest tokens of a suffix that is looked up. deepest: the largest gamma
+    with a known acceptance; 0 for the plan's. longest: sequence for which it drafts; 0 for any. limit: that of its
+    configuration; 0 if it is not known.
     """
 
     model: str
@@ -44,12 +49,19 @@ class DraftModel:
     quantization: str
     kv: str
     gamma: int
-    acceptance: float
+    accepted: Acceptance | ProposalAcceptance
     shape: ModelShape | None
     schedule: tuple[tuple[int, int, int], ...] = ()
     hit: float = 1.0
     min_match: int = 2
+    deepest: int = 0
     longest: int = 0
+    limit: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The best estimate of a draft's conditional acceptance."""
+        return self.accepted.best
 
     @property
     def weight_bits(self) -> float:
@@ -110,10 +122,28 @@ class EngineRounds:
         return None if longest_win == CONTEXTS[-1] else longest_win
 
     def best_gammas(self, max_batch: int) -> list[int]:
-        """The gamma up to the plan's with the least time per token, at the batches 1, 2, ... `max_batch`."""
+        """The gamma at each of the batches 1, 2, ... `max_batch`: never more than at a smaller one.
+
+        At the last one it is the fastest up to the plan's. Smaller ones have those with the least sum of times over the
+        fastest, as times jump where the engine's graphs and waves end; or all the same, where that is nearly as fast.
+        """
         batches = np.arange(1.0, max_batch + 1)
-        times = [self.tpot_s(batches, gamma) for gamma in range(self.drafts.gamma + 1)]
-        return [int(gamma) for gamma in np.argmin(times, axis=0)]
+        gammas = range(max(self.drafts.gamma, self.drafts.deepest) + 1)
+        times = np.array([self.tpot_s(batches, gamma) for gamma in gammas])
+        last = int(np.argmin(times[: self.drafts.gamma + 1, -1]))
+        excess = times / times.min(axis=0)
+        sums, before = excess[:, 0], []
+        for costs in excess.T[1:]:
+            # The best way to gamma g comes from the best one to g or more at the batch before.
+            best = [gamma + int(np.argmin(sums[gamma:])) for gamma in gammas]
+            before.append(best)
+            sums = costs + sums[best]
+        chosen = [last]
+        for best in reversed(before):
+            chosen.append(best[chosen[-1]])
+        chosen.reverse()
+        gains = times[last] / times[chosen, np.arange(max_batch)] - 1
+        return chosen if gains.max() >= MIN_GAIN else [last] * max_batch
 
 
 def ranges(gammas: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -138,7 +168,7 @@ def _vllm(schema: Schema, drafts: DraftModel, tensor_parallel: int) -> Iterator[
         config |= {"prompt_lookup_min": drafts.min_match, "prompt_lookup_max": MAX_SUFFIX_TOKENS}
     if drafts.model:
         config |= {"model": drafts.model, "draft_tensor_parallel_size": tensor_parallel}
-    if drafts.method not in LOOKUPS:
+    if drafts.method not in (*LOOKUPS, *BLOCKS):
         config["draft_sample_method"] = "probabilistic"  # greedy drafts are accepted less often at a temperature
     if drafts.longest:
         config["max_model_len"] = drafts.longest
@@ -157,10 +187,12 @@ def _sglang(schema: Schema, drafts: DraftModel, tensor_parallel: int) -> Iterato
         yield "--speculative-algorithm", "NGRAM"
         yield "--speculative-num-draft-tokens", drafts.gamma + 1
         return
-    names = {"draft_model": "STANDALONE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
-    yield "--speculative-algorithm", names[drafts.method]
+    names = {"draft_model": "STANDALONE", "mtp": "NEXTN"}
+    yield "--speculative-algorithm", names.get(drafts.method, drafts.method.upper())
     if drafts.model:
         yield "--speculative-draft-model-path", drafts.model
+    if drafts.method in BLOCKS:
+        return  # the drafter's configuration has its block
     yield "--speculative-num-steps", drafts.gamma
     yield "--speculative-eagle-topk", 1
     yield "--speculative-num-draft-tokens", drafts.gamma + 1

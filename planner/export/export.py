@@ -14,11 +14,12 @@ import yaml
 
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.engines.formats import DTYPES
-from ridgeplan.planner.engines.rates import BAND
+from ridgeplan.planner.engines.rates import BAND, certainty_of_drafts
 from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.export.rules import Rule, applying
+from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.sharding import uneven
 from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import DrafterKind, require
@@ -128,7 +129,8 @@ def export(options: ServeCommandOptions) -> Exported:
     incompatibility would make its output wrong. A plan's own head is the draft model unless the user names one.
     """
     folder, drafter = options.plan.workload.drafter_head, options.plan.speculation.drafter
-    if folder and drafter.kind is DrafterKind.HEAD and options.draft_model is None and options.draft_method != "mtp":
+    as_planned = options.draft_model is None and options.draft_method in ("draft_model", "eagle3")
+    if folder and drafter.kind is DrafterKind.HEAD and as_planned:
         method = head_settings(folder).method
         options = replace(options, draft_model=None if method == "mtp" else folder, draft_method=method)
     check_models(options)
@@ -160,6 +162,9 @@ def _check_choices(options: ServeCommandOptions) -> None:
     require(kv is None or kv in known, f"kv_cache_dtype is {kv!r}; allowed in {name}: {', '.join(known)}")
     methods = drafting.METHODS
     require(options.draft_method in methods, f"draft method is {options.draft_method!r}; allowed: {', '.join(methods)}")
+    fields = schema.objects.get("SpeculativeConfig", {})
+    known = fields.get("method", {}).get("choices", methods)
+    require(options.draft_method in known, f"{name} has no {options.draft_method}; allowed: a newer version")
     without_layers = options.draft_method == "mtp" and not options.shape.mtp_layers
     require(not without_layers, f"{options.shape.name} has no layers for mtp; allowed: another draft method")
 
@@ -203,19 +208,28 @@ def yarn_parameters(options: ServeCommandOptions) -> dict[str, Any]:
 def _times(running: Served) -> tuple[EngineTimes | None, str]:
     options, step = running.options, running.step()
     plain_s = float(options.speed.rates.step_s(options.sharded, options.hardware, step)) + running.host_s
-    if running.drafts is None:
+    drafts, batch = running.drafts, options.plan.workload.rank_batch
+    if drafts is None or 0 < drafts.longest < step.context:
         return _banded(running, [running.kv], plain_s, plain_s), ""
-    rounds, batch = rounds_of(running, running.drafts), options.plan.workload.rank_batch
+    rounds = rounds_of(running, drafts)
     if rounds is None:
         return None, UNPREDICTED_DRAFTS
-    tpot_s = float(rounds.tpot_s(batch, running.drafts.gamma_at(batch)))
-    return _banded(running, [running.kv, running.drafts.kv], tpot_s, plain_s), ""
+    gamma, accepted = drafts.gamma_at(batch), drafts.accepted
+    ends = (accepted.high, accepted.best, accepted.low)
+    of_ends = (replace(rounds, drafts=replace(drafts, accepted=replace(accepted, best=end))) for end in ends)
+    fast_s, tpot_s, slow_s = (float(at_end.tpot_s(batch, gamma)) for at_end in of_ends)
+    times = _banded(running, [running.kv, drafts.kv], tpot_s, plain_s)
+    source = max(times.source, accepted.source, key=SOURCES.index)
+    low_ms, high_ms = times.low_ms * fast_s / tpot_s, times.high_ms * slow_s / tpot_s
+    return EngineTimes(low_ms, times.tpot_ms, high_ms, times.plain_ms, source), ""
 
 
 def _banded(running: Served, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
-    """The times with the band of the least certain cache."""
-    options, step = running.options, running.step()
+    """The times with the band of the least certain cache, at one acceptance."""
+    options, step, drafts = running.options, running.step(), running.drafts
     certainties = [options.speed.certainty(step, DTYPES[kv].kind, options.sharded) for kv in kvs]
     source, spread = max(certainties, key=lambda certainty: certainty[1])
+    if drafts is not None:
+        source, spread = certainty_of_drafts(source, spread, drafts.method in drafting.LOOKUPS)
     factor = 1 + BAND * spread
     return EngineTimes(1e3 * tpot_s / factor, 1e3 * tpot_s, 1e3 * tpot_s * factor, 1e3 * plain_s, source)

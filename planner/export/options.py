@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.engines.formats import DTYPES, ServingEngine
 from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
@@ -69,10 +69,10 @@ class ServeCommandOptions:
         return engine_profile(self.engine.name, self.hardware, self.engine_profile)
 
     @cached_property
-    def acceptance(self) -> float:
+    def acceptance(self) -> Acceptance:
         """The acceptance predicted for the plan's drafts. An engine's drafts read at least as many bits and tokens."""
         model = AcceptanceModel.of_profile(self.shape, self.plan.workload.context, self.profile)
-        return float(model.of(self.plan).best)
+        return model.of(self.plan)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,6 @@ def facts(served: Served) -> dict[str, str | bool]:
         "small_batch": plan.workload.batch <= FP8_KV_BATCH,
         "drafts": drafts is not None,
         "draft_method": drafts.method if drafts is not None else "",
-        "named_draft_model": options.draft_model is not None,
         "other_vocabulary": vocabulary != options.shape.vocab,
         "gamma_by_batch": drafts is not None and drafts.scheduled,
         "adaptive_gamma": plan.speculation.adaptive,

@@ -11,11 +11,12 @@ from ridgeplan.planner.export import ServeCommandOptions, export
 from ridgeplan.planner.export.carry import served
 from ridgeplan.planner.export.rules import Rule, applying, rules
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.plan import Placement
+from ridgeplan.roofline.plan.plan import Placement, Workload
 
 TURBO, PLAIN = {"kv_cache_dtype": "turboquant_k8v4"}, {"name": "autoregressive"}
 SMALL = load_shape("meta-llama/Llama-3.2-1B")  # of the same vocabulary: fast drafts, whatever the KV dtype
 HOST = {"plan": {"placement": Placement(True, 1024)}, "name": "autoregressive", "gpu": "rtx4090", "context": 100_000}
+MANY = Workload("meta-llama/Llama-3.1-8B", "h200", 4096, 1024, 64, text="docs")
 LMCACHE = {"host_cache_gib": 64, "host_cache_backend": "lmcache"}
 SPARSE_DRAFTS = {"draft_model": "x/draft", "draft_shape": None}
 # By rule: what applies, and what does not.
@@ -40,14 +41,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "int8", "engine": "sglang", "batch": 8},
         {"name": "int8", "engine": "sglang", "batch": 9},
     ),
-    "gamma-by-batch-loses-graphs": ({"batch": 16}, {"batch": 1}),
+    "gamma-by-batch-loses-graphs": ({"name": "suffix", "plan": {"workload": MANY}}, {"batch": 1}),
     "eagle3-at-long-context": (
         {"draft_method": "eagle3", "draft_model": "x/head", "context": 20_000},
         {"draft_method": "eagle3", "draft_model": "x/head", "context": 4000},
-    ),
-    "eagle3-without-head": (
-        {"engine": "sglang", "draft_method": "eagle3"},
-        {"engine": "sglang", "draft_method": "eagle3", "draft_model": "x/head"},
     ),
     "other-vocabulary": (
         {"draft_model": "Qwen/Qwen2.5-0.5B", "draft_shape": load_shape("Qwen/Qwen2.5-0.5B")},
