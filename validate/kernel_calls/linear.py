@@ -27,7 +27,7 @@ from ridgeplan.validate.kernel_calls.case import (
     tinygemm,
     vllm_products,
 )
-from ridgeplan.validate.kernel_calls.sizes import GROUP, LinearSize
+from ridgeplan.validate.kernel_calls.sizes import LinearSize
 from ridgeplan.validate.timing import Bench, KernelCall
 
 DENSE = "cuBLAS bf16"
@@ -107,7 +107,7 @@ class LinearVariants:
             return cls._stored(bench, STORED_TYPES[kind], size)
         levels = {"linear_int4": 16, "linear_int8": 256}[kind]
         codes = torch.randint(levels, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
-        scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // GROUP)
+        scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // size.group)
         pack = Int4Weight.pack if levels == 16 else Int8Weight.pack
         packed: QuantizedWeight = pack(codes, scale, zero)
         variants = bench.variants(packed.bytes)

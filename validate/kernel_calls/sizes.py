@@ -82,6 +82,7 @@ class LinearSize:
     outputs: int
     inputs: int
     speedups: tuple[tuple[int, float], ...]
+    group: int = GROUP  # inputs per scale and minimum
 
 
 @dataclass(frozen=True)

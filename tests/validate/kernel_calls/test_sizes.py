@@ -1,17 +1,22 @@
 """Tiny sizes reach every CUDA C++ kernel and its variants, as an H200 would run them, for memory checkers to see."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Protocol
 
 import pytest
 import torch
 
 from ridgeplan.kernels.attention.cuda import CTAS_PER_SM, AttentionVariant, Occupancy, fuses_reduction
-from ridgeplan.kernels.linear import schedule as dense_schedule
-from ridgeplan.kernels.linear import schedule as quantized_schedule
-from ridgeplan.kernels.linear.schedule import SUM_BUFFERS, DeviceLimits, LinearSchedule
-from ridgeplan.validate.kernel_calls.sizes import GROUP, LinearSize, bench_sizes
+from ridgeplan.kernels.linear.schedule import (
+    MAX_INTEGER_ROWS,
+    SUM_BUFFERS,
+    DeviceLimits,
+    LinearSchedule,
+    choose_quantized_schedule,
+    make_dense_schedule,
+)
+from ridgeplan.validate.kernel_calls.sizes import LinearSize, bench_sizes
 
 TINY = bench_sizes("tiny")
 SMS = 132
@@ -40,24 +45,30 @@ def test_few_and_many_query_rows_have_variants_of_their_own() -> None:
     assert schedules_of_sizes == set(product((0, 4, 8), CTAS_PER_SM))
 
 
-def schedules(
-    sizes: tuple[LinearSize, ...], make: Callable[[int, int, int], LinearSchedule | None]
-) -> list[LinearSchedule]:
-    """Those of the sizes that the CUDA kernels compute, `make` being of (rows, outputs, inputs)."""
-    candidates = (make(rows, size.outputs, size.inputs) for size in sizes for rows, _ in size.speedups)
-    return [schedule for schedule in candidates if schedule]
+class Make(Protocol):
+    """Makes the schedule that runs take for a product of `rows` rows."""
+
+    def __call__(self, rows: int, size: LinearSize, gated: bool) -> LinearSchedule | None: ...
 
 
-def dense(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
-    return dense_schedule.make_dense_schedule(rows, outputs, inputs, True, gated, H200)
+def dense(rows: int, size: LinearSize, gated: bool) -> LinearSchedule | None:
+    return make_dense_schedule(rows, size.outputs, size.inputs, True, gated, H200)
 
 
-def int4(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
-    return quantized_schedule.make_quantized_schedule(rows, outputs, inputs, GROUP, True, gated, H200)
+def quantized(rows: int, size: LinearSize, gated: bool, bits: int) -> LinearSchedule | None:
+    return choose_quantized_schedule(rows, size.outputs, size.inputs, size.group, True, gated, H200, bits)
 
 
-def int8(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
-    return quantized_schedule.make_quantized_schedule(rows, outputs, inputs, GROUP, True, gated, H200, 8)
+MAKERS: dict[str, Make] = {"dense": dense, "int4": partial(quantized, bits=4), "int8": partial(quantized, bits=8)}
+LOW_BITS = ("int4", "int8")
+INTEGER_SLOTS = 4  # of a warp's quantized groups on their way between lanes, as in csrc/integer.cuh
+
+
+def schedules(kind: str, weights: str, *, integer: bool = False) -> list[LinearSchedule]:
+    """Of the products of `kind` "linear" or "gated" those that the CUDA kernels compute, as integers or as floats."""
+    sizes: tuple[LinearSize, ...] = TINY[f"{kind}_{weights}"]
+    made = (MAKERS[weights](rows, size, kind == "gated") for size in sizes for rows, _ in size.speedups)
+    return [schedule for schedule in made if schedule and schedule.integer == integer]
 
 
 def clusters(schedules_of_sizes: list[LinearSchedule]) -> set[tuple[int, int]]:
@@ -71,10 +82,7 @@ def stages_of_a_cta(schedule: LinearSchedule) -> int:
     return schedule.max_tiles * -(-schedule.k_tiles // stage_k_tiles)
 
 
-MAKERS = {"dense": dense, "int4": int4, "int8": int8}
-FORMATS = pytest.mark.parametrize(
-    "schedules_of_sizes", [schedules(TINY[f"linear_{name}"], make) for name, make in MAKERS.items()], ids=MAKERS
-)
+FORMATS = pytest.mark.parametrize("schedules_of_sizes", [schedules("linear", name) for name in MAKERS], ids=MAKERS)
 
 
 @FORMATS
@@ -83,7 +91,7 @@ def test_products_share_x_or_split_the_inputs_in_clusters(schedules_of_sizes: li
 
 
 def test_many_rows_take_several_passes() -> None:
-    assert {min(schedule.passes, 2) for schedule in schedules(TINY["linear_int4"], int4)} == {1, 2}
+    assert {min(schedule.passes, 2) for schedule in schedules("linear", "int4")} == {1, 2}
 
 
 @FORMATS
@@ -104,11 +112,34 @@ def test_one_and_several_ctas_of_a_cluster_add_up_what_the_others_send(
 
 def test_gated_products_share_x() -> None:
     """A gate and what it multiplies are in one CTA, so the inputs are never split; many rows are not gated."""
-    found_dense = schedules(TINY["gated_dense"], partial(dense, gated=True))
-    found_int4 = schedules(TINY["gated_int4"], partial(int4, gated=True))
-    found_int8 = schedules(TINY["gated_int8"], partial(int8, gated=True))
-    assert clusters(found_dense) == clusters(found_int4) == clusters(found_int8) == {(1, 1), (1, 2)}
-    assert {s.rows for s in found_dense} == {s.rows for s in found_int4} == {s.rows for s in found_int8} == {1, 5}
+    for weights in MAKERS:
+        gated = schedules("gated", weights)
+        assert clusters(gated) == {(1, 1), (1, 2)}
+        assert {schedule.rows for schedule in gated} == {1, 5}
+
+
+@pytest.mark.parametrize("weights", LOW_BITS)
+def test_products_of_integers_have_one_and_several_stages_and_rows(weights: str) -> None:
+    of_sizes = schedules("linear", weights, integer=True)
+    stages = [-(-schedule.inputs // schedule.stage_inputs) for schedule in of_sizes]
+    groups = [count * of.stage_inputs // 128 // of.mma_warps for of, count in zip(of_sizes, stages, strict=True)]
+    assert min(stages) == 1 and max(stages) == 7
+    assert min(groups) < INTEGER_SLOTS < max(groups)  # slots of groups on their way are used again
+    assert {schedule.rows for schedule in of_sizes} == set(range(1, MAX_INTEGER_ROWS + 1))
+    assert any(schedule.rows > 1 and count > 1 for schedule, count in zip(of_sizes, stages, strict=True))
+    assert {schedule.inputs % schedule.stage_inputs == 0 for schedule in of_sizes} == {False, True}
+
+
+@pytest.mark.parametrize("weights", LOW_BITS)
+def test_products_of_integers_use_buffers_again(weights: str) -> None:
+    of_sizes = schedules("linear", weights, integer=True)
+    assert any(schedule.max_tiles > SUM_BUFFERS for schedule in of_sizes)
+    assert any(stages_of_a_cta(schedule) > schedule.stages for schedule in of_sizes)
+
+
+@pytest.mark.parametrize("weights", LOW_BITS)
+def test_gated_products_of_integers_have_one_and_several_rows(weights: str) -> None:
+    assert {schedule.rows for schedule in schedules("gated", weights, integer=True)} == {1, 3}
 
 
 def test_rows_of_logits_are_aligned_or_not() -> None:
