@@ -83,7 +83,7 @@ HOST_PAGE_BYTES = 1 << 16  # of the host's memory, as the device's page tables h
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
 
 # Tiles that an SM works on at once: outputs by inputs of a product, the latter what one stage of a pipeline holds of
-# 4-bit weights; tokens of a KV head in decode attention.
+# 4-bit weights that are multiplied as floats (as integers half as many); tokens of a KV head in decode attention.
 TILE_OUTPUTS = 16
 TILE_INPUTS = 4096
 TILE_TOKENS = 128

@@ -6,7 +6,7 @@ NVRTC is what torch compiles kernels with at run time; its wheel `nvidia-cuda-nv
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from grids import pairs
 
 from ridgeplan.kernels.attention import cuda as attention
-from ridgeplan.kernels.attention.cuda import BY_QUERY, MERGE_PARTS, WGMMA_CTAS_PER_SM, AttentionVariant, Occupancy
+from ridgeplan.kernels.attention.cuda import BY_QUERY, MERGE_PARTS, AttentionVariant, Occupancy
 from ridgeplan.kernels.device.cuda import KernelParams, include_options, program
 from ridgeplan.kernels.experts import cuda as experts
 from ridgeplan.kernels.experts.schedule import MXFP4, CodeFormat, make_experts_schedule, tiled_format
@@ -133,9 +133,6 @@ WARPGROUP = [
     for d in (64, 128)
     for bits in (4, 8)
     for rows, bf16 in ((24, False), (32, True), (64, True))
-]
-WARPGROUP += [
-    replace(variant, warpgroup=True) for variant in PAGED + SINKS if variant.bits and variant.rows in WGMMA_CTAS_PER_SM
 ]
 FAST = [AttentionVariant(64, 0, True, 8), AttentionVariant(128, 4, True, 8), AttentionVariant(128, 8, True, 8)]
 FAST += [AttentionVariant(128, 8, True, 8, paged=True), AttentionVariant(64, 8, True, 8, sinks=True)]

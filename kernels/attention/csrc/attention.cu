@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_S
         if (threadIdx.x >= Config::THREADS - Config::ROWS)
             set_query_row(rows, threadIdx.x - (Config::THREADS - Config::ROWS), p, lengths, b);
         __syncthreads();
-        if constexpr (Config::PAGED) pipeline.pages = p.pages + i64(b) * p.page_stride, pipeline.page_heads = p.kv_heads;
+        if constexpr (Config::PAGED)
+            pipeline.pages = p.pages + i64(b) * p.page_stride, pipeline.page_heads = p.kv_heads;
         pipeline.start(
             dense,
             warp_part(thread.warp, p.key_codes) + first_group * KVPipeline<Config>::group_stride(thread.warp, false),

@@ -45,7 +45,8 @@ template <class Config> struct Barriers {
         for (int i = Config::WARPS - 1 - warp; i <= Config::SUM_BUFFERS + Config::X_PARTS; i += Config::WARPS) {
             if (i < Config::SUM_BUFFERS)
                 mbarrier_init(sums_full + i, 32 * Config::MMA_WARPS), mbarrier_init(sums_empty + i, 32);
-            else if (i < Config::SUM_BUFFERS + Config::X_PARTS) mbarrier_init(x + i - Config::SUM_BUFFERS, Config::INTEGER ? Config::MMA_WARPS : 1);
+            else if (i < Config::SUM_BUFFERS + Config::X_PARTS)
+                mbarrier_init(x + i - Config::SUM_BUFFERS, Config::INTEGER ? Config::MMA_WARPS : 1);
             else mbarrier_init(&cluster_sums, 1);
         }
         fence_mbarrier_init();
