@@ -17,7 +17,7 @@ from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.roofline.catalog.model_shape import FULL_BITS, KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
-from ridgeplan.roofline.execution import RoundKind, round_shape
+from ridgeplan.roofline.execution import INTEGER_GROUP, RoundKind, round_shape
 from ridgeplan.roofline.latency import (
     STORED_LINEAR,
     Device,
@@ -26,6 +26,7 @@ from ridgeplan.roofline.latency import (
     StrategyRates,
     attention_kind,
     experts_kind,
+    integer_kind,
     linear_kind,
     prefill_attention_kind,
     scan_kind,
@@ -253,7 +254,12 @@ def _rates_by(
 ) -> StrategyRates:
     def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention", "grouped_linear")
-        return PassRates(*(machine.rates[class_of(plan, shape, part, kind)] for kind in kinds))
+        classes = [class_of(plan, shape, part, kind) for kind in kinds]
+        rates = [machine.rates[name] for name in classes]
+        if plan.weights.group != INTEGER_GROUP:
+            return PassRates(*rates, *rates[:2])
+        integers = (machine.rates.get(integer_kind(name), machine.rates[name]) for name in classes[:2])
+        return PassRates(*rates, *integers)
 
     return StrategyRates(target=of("target"), draft=of("draft"))
 

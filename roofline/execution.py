@@ -6,6 +6,8 @@ runtime and the cost model both import them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
@@ -46,6 +48,14 @@ CPU_SKINNY_GEMM_ROWS = 64
 CUDA_LIBRARY_GEMM_ROWS = 128  # from here on a library's products are bound by arithmetic, as in prefill
 MAX_QUANTIZED_ROWS = 64  # of products of codes; with more, reading these once per 16 rows costs more than a dense copy
 CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
+
+# Products of codes in groups of INTEGER_GROUP that the CUDA C++ kernels compute as integers: of few rows, of x that
+# registers hold (112 a thread for the most inputs), and of the most elements of x by bits beyond which a layer of them
+# is not faster.
+INTEGER_GROUP = 128
+MAX_INTEGER_ROWS = 4
+MAX_INTEGER_INPUTS = 14 * 1024
+INTEGER_ELEMENTS: Mapping[int, int] = MappingProxyType({4: 2 * 14336, 8: 4 * 14336})
 
 # Most query heads of a KV head, and channels of a head, for which the CUDA C++ kernels scan 2-bit keys; Triton's scan
 # all others.
@@ -161,6 +171,21 @@ def library_rows(rows: Term) -> Term:
 def rate_rows(kind: str, rows: int, width: float, depth: float) -> int:
     """What the rows of one call of a kernel class count as in its rates."""
     return int(library_rows(rows)) if many_channels(kind, width, depth) else rows
+
+
+def most_integer_inputs(rows: Term, elements: Term) -> Term:
+    """Most inputs of products of integers with `rows` rows of x, which has at most `elements` elements; 0 for none."""
+    return indicator(rows, MAX_INTEGER_ROWS) * minimum(MAX_INTEGER_INPUTS, elements / rows)
+
+
+def takes_integers(inputs: Term, most: Term) -> Term:
+    """1 where products with `inputs` inputs, of at most `most`, are computed as integers, else 0."""
+    return indicator(inputs, most) * (1 - minimum(inputs % INTEGER_GROUP, 1))
+
+
+def runs_integers(bits: int, rows: int, inputs: int) -> bool:
+    """Whether one product of x [rows, inputs] with `bits`-bit weights in groups of INTEGER_GROUP is of integers."""
+    return bool(takes_integers(inputs, most_integer_inputs(rows, INTEGER_ELEMENTS[bits])))
 
 
 def filled(tiles: Term) -> Term:

@@ -14,7 +14,10 @@ from ridgeplan.roofline.execution import (
     CUDA_LIBRARY_GEMM_ROWS,
     CUDA_SCAN_HEAD_DIM,
     CUDA_SCAN_HEADS,
+    INTEGER_ELEMENTS,
     filled,
+    most_integer_inputs,
+    takes_integers,
 )
 from ridgeplan.roofline.passes import Op
 
@@ -67,6 +70,8 @@ class RateTerms:
     """A kernel class's `Rates` as numbers, arrays (one plan each) or symbols.
 
     steps: those of the class, then `NO_STEP` up to MAX_ROW_STEPS, so that those of several plans can be stacked.
+    integer_inputs: of products of integers, most inputs with the rows that the rates are for (of one row, most elements
+    of x); 0 for other kernels.
     """
 
     bandwidth_utilization: Term
@@ -78,16 +83,18 @@ class RateTerms:
     width_s: Term = 0.0
     depth_s: Term = 0.0
     steps: tuple[StepTerms, ...] = ()
+    integer_inputs: Term = 0.0
 
     @classmethod
     def of(cls, rates: Rates) -> RateTerms:
         """A profile's rates."""
         steps = [StepTerms(**vars(step)) for step in rates.steps]
-        terms = {item.name: getattr(rates, item.name) for item in fields(cls)}
+        terms = {item.name: getattr(rates, item.name) for item in fields(cls) if hasattr(rates, item.name)}
         return cls(**terms | {"steps": (*steps, *[NO_STEP] * (MAX_ROW_STEPS - len(steps)))})
 
     def at_rows(self, rows: Term) -> RateTerms:
         """The rates of calls with `rows` rows: every step below them is added."""
+        elements = self.integer_inputs
         taken = [(step, 1 - indicator(rows, step.above_rows)) for step in self.steps if step is not NO_STEP]
 
         def total(first: Term, name: str) -> Term:
@@ -99,6 +106,7 @@ class RateTerms:
             bandwidth_utilization=1 / total(1 / self.bandwidth_utilization, "inverse_utilization"),
             **{name: total(getattr(self, name), name) for name in STEPPED_PARTS},
             steps=(),
+            integer_inputs=elements if _is_zero(elements) else most_integer_inputs(rows, elements),
         )
 
 
@@ -118,6 +126,8 @@ class PassRates:
     head: RateTerms
     attention: RateTerms
     experts: RateTerms
+    integers: RateTerms  # of linear layers, where their products are computed as integers
+    head_integers: RateTerms
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,12 @@ class Machine(Device):
             bandwidth_bytes_per_s=hardware.bandwidth_bytes_per_s,
             compute_flops=hardware.compute_flops,
             host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
-            rates={kernel_class: RateTerms.of(profile.rates(kernel_class)) for kernel_class in KERNEL_CLASSES},
+            rates={kernel_class: RateTerms.of(profile.rates(kernel_class)) for kernel_class in KERNEL_CLASSES}
+            | {
+                kind: replace(RateTerms.of(profile.classes[kind]), integer_inputs=float(INTEGER_ELEMENTS[bits]))
+                for kind, bits in INTEGER_CLASSES.items()
+                if kind in profile.classes
+            },
             link_rates={kind: RateTerms.of(profile.classes[kind]) for kind in LINK_CLASSES if kind in profile.classes},
             pass_dispatch_s=profile.pass_dispatch_s,
             layer_dispatch_s=profile.layer_dispatch_s,
@@ -196,7 +211,12 @@ class Machine(Device):
     def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
         """The pass's own rates for the operation's kind if it has any, else the machine's."""
         rates = pass_rates.get(op.kind)
-        return self.rates[op.kind] if rates is None else pass_rates.get(op.rate_kind, rates)
+        if rates is None:
+            return self.rates[op.kind]
+        rates, integers = pass_rates.get(op.rate_kind, rates), pass_rates.get(integer_kind(op.kind))
+        if integers is None or _is_zero(integers.integer_inputs):
+            return rates
+        return select_rates(takes_integers(op.depth, integers.integer_inputs), integers, rates)
 
     def gemm_rates(self, rows: Term, dense: Term, decode: RateTerms) -> RateTerms:
         """Rates of a matrix product of `rows` rows: those of its class in a decode pass, as far as they were measured.
@@ -248,6 +268,8 @@ def _combined(choose: Callable[[Term, Term], Term], first: RateTerms, second: Ra
     return RateTerms(**{name: choose(getattr(first, name), getattr(second, name)) for name in names})
 
 
+INTEGER = "_integer"  # ends the classes of products that are computed as integers, by Hopper's kernels alone
+INTEGER_CLASSES: Mapping[str, int] = {"linear_int8_integer": 8, "linear_int4_integer": 4}  # and bits
 STORED_LINEAR = "linear_stored"  # linear layers and heads with weights as a GGUF file stores them
 
 # Every class of kernels that a pass or a round launches.
@@ -270,6 +292,11 @@ WIDE_SCANS = tuple(kind + WIDE for kind in SCANS)
 def linear_kind(bits: int) -> str:
     """Kernel class of a linear layer with weights of `bits` bits."""
     return {16: "linear", 8: "linear_int8", 4: "linear_int4"}[bits]
+
+
+def integer_kind(kind: str) -> str:
+    """The kind of those products of `kind` that are computed as integers, or their kernel class."""
+    return f"{kind}{INTEGER}"
 
 
 def experts_kind(bits: int) -> str:

@@ -41,6 +41,7 @@ from ridgeplan.roofline.latency import (
     PassRates,
     RateTerms,
     StrategyRates,
+    integer_kind,
     prefill_attention_kind,
     scan_kind,
     select_rates,
@@ -411,6 +412,8 @@ def _pass_rates(
         MANY_CHANNELS: machine.gemm_rates(beyond, part.dense, formats.linear),
         "grouped_linear": formats.experts.at_rows(rows),
         "head": machine.gemm_rates(rows, part.head_dense, formats.head),
+        integer_kind("linear"): formats.integers.at_rows(rows),
+        integer_kind("head"): formats.head_integers.at_rows(rows),
         "attention": attention_rates,
         "attention_mla": latent_rates,
     }

@@ -5,10 +5,8 @@ docs/kernels/linear.md has the measurements behind the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from types import MappingProxyType
 
 from ridgeplan.kernels.device.cuda import config_options
 from ridgeplan.kernels.linear.weights import PAIR_BYTES
@@ -17,7 +15,11 @@ from ridgeplan.roofline.execution import (
     CUDA_LARGE_GEMM_ROWS,
     CUDA_MANY_CHANNELS,
     CUDA_SKINNY_GEMM_ROWS,
+    INTEGER_GROUP,
+    MAX_INTEGER_INPUTS,
+    MAX_INTEGER_ROWS,
     TILE_OUTPUTS,
+    runs_integers,
 )
 
 CLUSTER_SIZES = (1, 2, 4, 8)
@@ -310,13 +312,6 @@ def make_quantized_schedule(
     return None
 
 
-INTEGER_GROUP = 128  # inputs that share a scale, of products of integers
-MAX_INTEGER_ROWS = 4
-MAX_INTEGER_INPUTS = 14 * 1024  # of which 8 MMA warps hold x in 112 registers a thread
-# Most elements of x for which products of integers are chosen, by bits: beyond, a layer of them is not faster.
-INTEGER_ELEMENTS: Mapping[int, int] = MappingProxyType({4: 2 * 14336, 8: 4 * 14336})
-
-
 @cache
 def make_integer_schedule(
     rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int
@@ -343,6 +338,6 @@ def choose_quantized_schedule(
 ) -> LinearSchedule | None:
     """The faster of `make_integer_schedule` and `make_quantized_schedule`."""
     schedule = None
-    if group == INTEGER_GROUP and rows * inputs <= INTEGER_ELEMENTS.get(bits, 0):
+    if group == INTEGER_GROUP and runs_integers(bits, rows, inputs):
         schedule = make_integer_schedule(rows, outputs, inputs, bf16, gated, device, bits)
     return schedule or make_quantized_schedule(rows, outputs, inputs, group, bf16, gated, device, bits)

@@ -222,8 +222,8 @@ BOUND_SHARE = 0.85
 # Classes whose rates on Hopper say nothing of other machines, where different kernels run. Without portable rates of
 # their own they have those of the nearest relative, as priors.
 HOPPER_CLASSES = (
-    "linear_int8", "grouped_linear_int8", "grouped_linear_int4", "sparse_attention", "two_bit_scan",
-    "progressive_attention",
+    "linear_int8", "linear_int8_integer", "linear_int4_integer", "grouped_linear_int8", "grouped_linear_int4",
+    "sparse_attention", "two_bit_scan", "progressive_attention",
 )  # fmt: skip
 # Of these, those whose kernels on other machines run on Hopper too, for many query heads of a KV head: classes there.
 SAME_ON_HOPPER = {"two_bit_scan": "two_bit_scan_wide", "progressive_attention": "progressive_attention_wide"}

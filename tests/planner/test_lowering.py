@@ -9,12 +9,14 @@ from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes
 from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.parallel import Parallel
+from ridgeplan.roofline.catalog.profile import shipped_profiles
+from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Device, Machine, RateTerms
-from ridgeplan.roofline.passes import decode_pass
+from ridgeplan.roofline.passes import Op, decode_pass
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.round import target_terms
+from ridgeplan.roofline.round import draft_rates, target_rates, target_terms
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 LLAMA = load_shape("Llama-3.1-8B")
@@ -246,6 +248,40 @@ def test_attention_to_chosen_tokens_has_its_own_rates():
     assert rates_of(plan_of("specattn-int4"), LLAMA, machine).draft.attention == rates["sparse_attention"]
     assert rates_of(plan_of("progressive"), LLAMA, machine).draft.attention == rates["progressive_attention"]
     assert rates_of(plan_of("magicdec-quest"), LLAMA, machine).target.attention == rates["attention"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "group", "integer"),
+    [(1, 4096, 128, True), (1, 18944, 128, False), (3, 14336, 128, False), (1, 1728, 128, False), (1, 4096, 64, False)],
+)
+def test_products_of_4_bits_are_priced_by_the_kernel_that_multiplies_them(rows, inputs, group, integer):
+    """That of integers where the kernels' schedules choose it, in linear layers as in the head."""
+    (profile,) = shipped_profiles()
+    machine, plan = Machine.of(profile), plan_of("quantspec")
+    plan = replace(plan, weights=replace(plan.weights, group=group), workload=replace(plan.workload, batch=rows))
+    strategy = strategy_of(plan, LLAMA, machine, 0.9)
+    rates = draft_rates(LLAMA, machine, strategy, rates_of(plan, LLAMA, machine))
+    expected = machine.rates["linear_int4_integer" if integer else "linear_int4"].at_rows(rows)
+    for kind in ("linear", "head"):
+        priced = machine.rates_for(Op("x", kind, Cost(), 1, 3584, inputs), rates)
+        assert replace(priced, integer_inputs=0.0) == replace(expected, integer_inputs=0.0)
+
+
+def test_several_plans_are_priced_by_their_own_kernels():
+    """Stacked: 4-bit, 8-bit and dense weights, of which 4 bits take no integers for 4 rows of 14336 inputs."""
+    (profile,) = shipped_profiles()
+    machine = Machine.of(profile)
+    plans = [
+        replace(plan_of(name), workload=Workload("m", "h200", 4096, 100, 4))
+        for name in ("int4-weights", "int8-weights", "autoregressive")
+    ]
+    strategies = stack([strategy_of(plan, LLAMA, machine, 0.9) for plan in plans], [1, 1, 1])
+    rates = target_rates(
+        LLAMA, machine, strategies, stack([rates_of(plan, LLAMA, machine) for plan in plans], [1, 1, 1])
+    )
+    priced = machine.rates_for(Op("x", "linear", Cost(), 1, 4096, 14336), rates)
+    kinds = ("linear_int4", "linear_int8_integer", "linear")
+    assert priced.launch_s.tolist() == [machine.rates[kind].at_rows(4).launch_s for kind in kinds]
 
 
 def test_narrow_heads_have_their_own_class():

@@ -118,3 +118,14 @@ def test_library_rows_of_symbols_and_arrays_are_those_of_numbers():
     expected = [1, 8, 17, 17, 17, 300]
     assert execution.library_rows(rows).tolist() == expected
     assert [execution.library_rows(symbol).subs(symbol, int(row)) for row in rows] == expected
+
+
+def test_products_of_integers_of_symbols_and_arrays_are_those_of_numbers():
+    """Of 4-bit weights: up to 4 rows, 14336 inputs and 28672 elements of x, in whole groups of 128 inputs."""
+    rows, symbol = np.array([1, 2, 3, 4, 5]), sympy.Symbol("rows", positive=True)
+    for inputs, expected in ((4096, [1, 1, 1, 1, 0]), (14336, [1, 1, 0, 0, 0]), (14464, [0] * 5), (1728, [0] * 5)):
+        most, of_symbol = (execution.most_integer_inputs(each, 2 * 14336) for each in (rows, symbol))
+        assert execution.takes_integers(inputs, most).tolist() == expected
+        formula = execution.takes_integers(inputs, of_symbol)
+        assert [formula.subs(symbol, int(row)) for row in rows] == expected
+        assert [execution.runs_integers(4, int(row), inputs) for row in rows] == [bool(each) for each in expected]

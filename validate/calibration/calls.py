@@ -12,12 +12,21 @@ from typing import Any
 import torch
 
 from ridgeplan.kernels.attention import merge_cost
+from ridgeplan.kernels.device.cuda import is_on_hopper
 from ridgeplan.kernels.linear import linear_dense, linear_quantized
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.execution import GATHER_ROW_BYTES
-from ridgeplan.roofline.latency import SCANS, STORED_LINEAR, WIDE, WIDE_SCANS, experts_kind, linear_kind
+from ridgeplan.roofline.execution import GATHER_ROW_BYTES, runs_integers
+from ridgeplan.roofline.latency import (
+    INTEGER_CLASSES,
+    SCANS,
+    STORED_LINEAR,
+    WIDE,
+    WIDE_SCANS,
+    experts_kind,
+    linear_kind,
+)
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime.heap import keep_freed_memory
 from ridgeplan.runtime.model.linear import Dense
@@ -53,11 +62,13 @@ def bench_for(device: torch.device, suite: Suite) -> Bench:
 
 def class_calls(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[KernelCall]]:
     """The calls of every class, created lazily, so that only one call's inputs are in memory."""
-    quantized_shapes = (*suite.linear_shapes, *suite.head_shapes)
+    low_bits = (*suite.linear_shapes, *suite.head_shapes), suite.quantized_rows
+    integers = INTEGER_CLASSES.items() if is_on_hopper(bench.pool) else ()
     return {
         "linear": dense_calls(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": dense_calls(bench, "head", suite.head_shapes, suite.head_rows),
-        **{linear_kind(bits): quantized_calls(bench, bits, quantized_shapes, suite.quantized_rows) for bits in (4, 8)},
+        **{linear_kind(bits): quantized_calls(bench, bits, *low_bits) for bits in (4, 8)},
+        **{kind: quantized_calls(bench, bits, *low_bits, kind) for kind, bits in integers},
         STORED_LINEAR: stored_calls(bench, suite.stored_shapes, suite.quantized_rows),
         **{
             experts_kind(bits): expert_calls(bench, bits, suite.expert_sizes, suite.quantized_rows)
@@ -93,7 +104,7 @@ def portable_calls(bench: Bench, suite: Suite, num_sms: int) -> Iterator[KernelC
         for count in rows:
             yield linear_call("linear", bench.random(1, count, inputs), dense, outputs, bench.element_bytes)
         for bits in (4, 8):
-            yield from quantized_calls(bench, bits, [(outputs, inputs)], rows, portable=True)
+            yield from quantized_calls(bench, bits, ((outputs, inputs),), rows, portable=True)
     for bits in (8, 4):
         yield from expert_calls(bench, bits, suite.expert_sizes[:1], rows, portable=True)
     for sizes in suite.decode_sizes().values():
@@ -110,13 +121,17 @@ def dense_calls(bench: Bench, kind: str, shapes: Shapes, rows: Iterable[int]) ->
 
 
 def quantized_calls(
-    bench: Bench, bits: int, shapes: Iterable[tuple[int, int]], rows: Iterable[int], portable: bool = False
+    bench: Bench, bits: int, shapes: Shapes, rows: Iterable[int], kind: str = "", portable: bool = False
 ) -> Iterator[KernelCall]:
-    """Products with 4-bit or 8-bit weights, of Triton's kernel if `portable`.
+    """Products with 4-bit or 8-bit weights: those of the class `kind` of INTEGER_CLASSES, or by default the others.
 
-    Packing is slow, so variants are copies of one weight.
+    portable: all of them, of Triton's kernel. Packing is slow, so variants are copies of one weight.
     """
+    kind, apart = kind or linear_kind(bits), is_on_hopper(bench.pool) and not portable
     for outputs, inputs in shapes:
+        counts = [n for n in rows if (apart and runs_integers(bits, n, inputs)) == (kind in INTEGER_CLASSES)]
+        if not counts:
+            continue
         packed = quantized_linear(Dense(bench.random(outputs, inputs)), WeightFormat(bits, WEIGHT_GROUP))
         products: list[Any] = [packed]
         if portable:
@@ -124,8 +139,8 @@ def quantized_calls(
             products = [partial(linear_quantized, weight=packed.weight, backend="triton")]
         products = [copy.deepcopy(products[0]) for _ in range(bench.variants(packed.bytes))]
         per_parameter = weight_bytes(bits, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
-        for count in rows:
-            yield linear_call(linear_kind(bits), bench.random(1, count, inputs), products, outputs, per_parameter)
+        for count in counts:
+            yield linear_call(kind, bench.random(1, count, inputs), products, outputs, per_parameter)
 
 
 def stored_calls(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[KernelCall]:

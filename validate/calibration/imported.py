@@ -8,6 +8,7 @@ import numpy as np
 
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError
 from ridgeplan.roofline.execution import rate_rows
+from ridgeplan.roofline.latency import INTEGER
 from ridgeplan.validate.calibration.fit import Ceilings, Samples, Times, fit_rates
 from ridgeplan.validate.calibration.noise import MAX_FIT_SPREAD
 
@@ -43,4 +44,6 @@ def corrected(base: Profile, samples: Samples) -> Profile:
                 f"to {MAX_OFF:g}x; are bytes, FLOPs and seconds of one call on this GPU each?"
             )
         fitted[kind] = replace(rates, source="measured")
-    return replace(base, classes={**base.classes, **fitted})
+    # A class's timings are of all its products, also of those that are computed as integers.
+    kept = {kind: rates for kind, rates in base.classes.items() if kind.removesuffix(INTEGER) not in fitted}
+    return replace(base, classes={**kept, **fitted})

@@ -12,7 +12,15 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.gguf_types import NESTED_GROUP
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.latency import SCANS, STORED_LINEAR, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
+from ridgeplan.roofline.latency import (
+    INTEGER,
+    SCANS,
+    STORED_LINEAR,
+    WIDE,
+    WIDE_SCANS,
+    prefill_attention_kind,
+    scan_kind,
+)
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads
 from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, StateSize, as_tuples
 from ridgeplan.validate.random_model import llama_like_shape
@@ -89,7 +97,8 @@ class Suite:
 
     def steps_of(self, kind: str) -> tuple[int, ...] | None:
         """Rows at which the time of a class may step up; None where it grows with bytes and FLOPs alone."""
-        if kind.removeprefix("grouped_") in ("linear", "linear_int8", "linear_int4", STORED_LINEAR, "head"):
+        product = kind.removeprefix("grouped_").removesuffix(INTEGER)
+        if product in ("linear", "linear_int8", "linear_int4", STORED_LINEAR, "head"):
             return self.linear_steps
         if kind.startswith("attention") and kind != "attention_mla":
             return self.attention_steps

@@ -22,7 +22,7 @@ from ridgeplan.planner.search import families
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import rate_rows
-from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.latency import INTEGER, Machine
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, family_key, preset_name
 from ridgeplan.roofline.plan.support import only_estimated
@@ -42,7 +42,8 @@ KERNELS_METHOD = (
 
 def predicted_seconds(call: KernelCall, machine: Machine) -> float:
     """Seconds of a call by the cost model, at the rates of its class."""
-    rates = machine.rates[call.kind].at_rows(rate_rows(call.kind, call.rows, call.width, call.depth))
+    kind = call.kind if call.kind in machine.rates else call.kind.removesuffix(INTEGER)
+    rates = machine.rates[kind].at_rows(rate_rows(call.kind, call.rows, call.width, call.depth))
     return float(machine.seconds(call.cost, rates, call.width, call.depth, call.tiles))
 
 

@@ -1,13 +1,14 @@
 """For engineers: roof shares, a round's trace, a brief as one file, and timings from elsewhere."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ridgeplan.planner.render.trace import chrome_trace
-from ridgeplan.roofline.catalog.profile import Profile, load_profile
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, save_profile
 
 LLAMA, HEAD = "Llama-3.1-8B", "class,seconds,flops,read_bytes,write_bytes\n"
 
@@ -99,6 +100,18 @@ def test_timings_replace_the_rates_of_their_class(invoke: Any, profile: Profile,
     assert (linear.bandwidth_utilization, linear.launch_s) == pytest.approx((0.5, 1e-5), rel=0.01)
     assert linear.source == "measured"
     assert load_profile(output).classes["elementwise"] == profile.classes["elementwise"]
+
+
+def test_timings_of_4_bit_products_are_of_those_by_integers_too(
+    invoke: Any, profile: Profile, profile_path: Path
+) -> None:
+    classes = {**profile.classes, "linear_int4_integer": profile.classes["linear"]}
+    save_profile(replace(profile, classes=classes), profile_path)
+    rows, output = profile_path.with_name("rows.csv"), profile_path.with_name("corrected.json")
+    rows.write_text(HEAD + "linear_int4,2.4e-4,0,3e8,0\nlinear_int4,1.3e-4,0,1.5e8,0")
+    assert invoke("import-measurements", rows, "--profile", profile_path, "--output", output).exit_code == 0
+    corrected = load_profile(output).classes
+    assert corrected["linear_int4"].source == "measured" and "linear_int4_integer" not in corrected
 
 
 def test_two_timings_are_explained_by_the_likelier_limit(invoke: Any, profile: Profile, profile_path: Path) -> None:

@@ -18,7 +18,6 @@ from ridgeplan.kernels.linear.schedule import (
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
-ELEMENTS = "ridgeplan.kernels.linear.schedule.INTEGER_ELEMENTS"
 
 
 def random_weight(outputs: int, inputs: int, seed: int = 0) -> Int4Weight:
@@ -46,17 +45,27 @@ def test_what_registers_do_not_hold_has_no_schedule(rows: int, inputs: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "group", "bits", "chosen"), [(2, 128, 4, True), (3, 128, 4, False), (2, 64, 4, False), (2, 128, 8, False)]
+    ("bits", "rows", "inputs", "group", "chosen"),
+    [
+        (4, 2, 14336, 128, True),
+        (4, 3, 14336, 128, False),
+        (4, 4, 7168, 128, True),
+        (4, 4, 7296, 128, False),
+        (8, 4, 14336, 128, True),
+        (8, 5, 4096, 128, False),
+        (4, 1, 14464, 128, False),  # of which registers do not hold x
+        (8, 1, 14464, 128, False),
+        (4, 1, 4096, 64, False),
+    ],
 )
-def test_integers_are_chosen_up_to_a_size_of_x(
-    rows: int, group: int, bits: int, chosen: bool, monkeypatch: pytest.MonkeyPatch
+def test_integers_are_chosen_where_they_were_measured_to_be_faster(
+    bits: int, rows: int, inputs: int, group: int, chosen: bool
 ) -> None:
-    monkeypatch.setattr(ELEMENTS, {4: 2 * 4096})
-    schedule = choose_quantized_schedule(rows, 4096, 4096, group, True, False, H200, bits)
+    schedule = choose_quantized_schedule(rows, 4096, inputs, group, True, False, H200, bits)
     assert schedule is not None
     assert schedule.integer == chosen
     if not chosen:
-        assert schedule == make_quantized_schedule(rows, 4096, 4096, group, True, False, H200, bits)
+        assert schedule == make_quantized_schedule(rows, 4096, inputs, group, True, False, H200, bits)
 
 
 def integer_product(

@@ -15,7 +15,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS, attention_kind, experts_kind
+from ridgeplan.roofline.latency import INTEGER_CLASSES, KERNEL_CLASSES, WIDE_SCANS, attention_kind, experts_kind
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate import timing
@@ -167,6 +167,21 @@ def test_calls_compute_finite_numbers(bench: Bench) -> None:
             result = call.run(call.variants - 1)
             if isinstance(result, torch.Tensor):
                 assert result.isfinite().all(), (kind, call.name)
+
+
+def test_products_of_integers_are_a_class_of_their_own_where_they_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4-bit weights: 128 inputs in one row, but not of 64 inputs, whose groups are smaller, nor of 5 rows."""
+    suite = replace(TINY, quantized_rows=(1, 5))
+    assert not INTEGER_CLASSES.keys() & class_calls(bench, suite, 2).keys()
+    monkeypatch.setattr("ridgeplan.validate.calibration.calls.is_on_hopper", lambda tensor: True)
+    classes = class_calls(bench, suite, 2)
+    for kind in INTEGER_CLASSES:
+        integers, others = list(classes[kind]), list(classes[kind.removesuffix("_integer")])
+        assert {call.kind for call in integers} == {kind}
+        assert {(call.rows, call.depth) for call in integers} == {(1, 128), (1, 256)}
+        assert {(call.rows, call.depth) for call in others} == {(1, 64), (5, 64), (5, 128), (5, 256)}
 
 
 @pytest.mark.parametrize("portable", [False, True])
