@@ -271,12 +271,10 @@ class Question:
         elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):
-            kept = "stay so in plans with stored weights (`estimate --preset stored`; not timed on a GPU); others"
-            which = kept if shape.weight_bits.stored.layers else "have types that products do not read: plans"
-            yield (
-                f"weights stored as {shape.weight_bits.format} {which} decode them while loading. So does plain "
-                "decoding, over which speed-ups are"
-            )
+            own = "plans with stored weights (`estimate --preset stored`; not timed on a GPU) read the file's own"
+            others = "all others decode them while loading, as does plain decoding, which speed-ups compare with"
+            decoded = f"weights stored as {shape.weight_bits.format} are decoded while loading, for plain decoding, too"
+            yield f"{own}; {others}" if shape.weight_bits.stored.layers else f"{decoded}, which speed-ups compare with"
         if self.engine is None and hardware.is_amd:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
         if shape.states and "state" not in self.profile.classes:

@@ -99,7 +99,8 @@ class Recommendation(Table):
 
     def summary(self) -> str:
         """The recommended plan in one line."""
-        return f"{plan_text(self.plan, self.name, self.predicted)}; {len(self.alternatives)} alternatives"
+        headline = plan_text(self.plan, self.name, self.predicted, plain_text(self.shape))
+        return f"{headline}; {len(self.alternatives)} alternatives"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: plan, prediction, baseline, alternatives, losses and notes."""

@@ -230,7 +230,7 @@ def _time(result: PlanEstimate) -> Iterator[str]:
     best, low, high, plain_ms = predicted.best, predicted.low, predicted.high, result.baseline.best.tpot_ms
     yield (
         f"Time: {time_text(best.tpot_ms)} per token of a request ({time_text(low.tpot_ms)} to "
-        f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x {plain_text(result.shape)}, {time_text(plain_ms)}"
+        f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x {plain_text(result.shape)} ({time_text(plain_ms)})"
     )
     yield f"  a round takes {time_text(predicted.round_ms)} and yields {predicted.tokens_per_round:.2f} tokens:"
     for part, seconds in predicted.round_s.items():

@@ -11,7 +11,7 @@ from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
-from ridgeplan.planner.render.text import one_by_one_notes
+from ridgeplan.planner.render.text import one_by_one_notes, plain_text
 from ridgeplan.planner.search import best_of_preset, named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan, require
@@ -73,7 +73,8 @@ class PlanEstimate(Table):
 
     def summary(self) -> str:
         """The headline figures in one line."""
-        return plan_text(self.plan, self.name, self.predicted) + ("" if self.fits else ", does not fit")
+        plain = plain_text(self.shape)
+        return plan_text(self.plan, self.name, self.predicted, plain) + ("" if self.fits else ", does not fit")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -61,12 +61,12 @@ def plan_row(plan: Plan, name: str, predicted: Prediction) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plan_text(plan: Plan, name: str, predicted: Prediction) -> str:
-    """A plan's headline figures in one line."""
+def plan_text(plan: Plan, name: str, predicted: Prediction, plain: str = "plain decoding") -> str:
+    """A plan's headline figures in one line. plain: over what the speed-up is."""
     workload, best = plan.workload, predicted.best
     return (
         f"{name} for {workload.model} on {workload.devices}, {workload.context} tokens, batch {workload.batch}: "
-        f"{time_text(best.tpot_ms)} per token, {predicted.speedup:.2f}x plain decoding, "
+        f"{time_text(best.tpot_ms)} per token, {predicted.speedup:.2f}x {plain}, "
         f"{size_text(best.peak_memory_bytes)}, {predicted.source}"
     )
 

@@ -186,7 +186,7 @@ def test_a_converted_checkpoint_runs_in_the_plans_format_and_is_estimated_as_it_
     assert "gguf weights as they are stored" in best.rejected
     assert best.predicted.memory_bytes["weights"] < 0.6 * recommendation.predicted.memory_bytes["weights"]
     assert best.predicted.best.tpot_ms < recommendation.predicted.best.tpot_ms
-    assert any("weights stored as gguf have types that products do not read" in note for note in recommendation.notes)
+    assert any("weights stored as gguf are decoded while loading" in note for note in recommendation.notes)
 
 
 def test_a_checkpoint_that_the_runtime_does_not_load_is_planned_as_it_is_with_a_note(h200_profile):

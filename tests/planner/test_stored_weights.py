@@ -43,7 +43,7 @@ def test_an_8b_model_in_4_bits_fits_a_laptop_of_8_gb(answer):
     assert answer.plan.weights.stored and answer.fits_device and answer.model_runs
     assert answer.predicted.best.peak_memory_bytes < 0.9 * 8.6e9
     assert missing_execution(answer.plan, answer.shape) == []
-    assert any("stay so in plans with stored weights" in note for note in answer.notes)
+    assert any("read the file's own; all others decode them while loading" in note for note in answer.notes)
     assert "stored weights" in answer.explain()
 
 
@@ -51,9 +51,9 @@ def test_speed_ups_say_that_they_are_over_decoded_weights(shape):
     answer = planner.recommend(shape, "rtx3060", 8192)
     assert f"{answer.predicted.speedup:.2f}x plain decoding in full precision (" in answer.explain()
     assert answer.baseline_text == "plain decoding in full precision, which does not fit"
-    assert any("So does plain decoding, over which speed-ups are" in note for note in answer.notes)
+    assert any("as does plain decoding, which speed-ups compare with" in note for note in answer.notes)
     compared = planner.compare([shape], ["rtx3060"], 8192)
-    assert any("So does plain decoding" in note for note in compared.notes)
+    assert any("as does plain decoding" in note for note in compared.notes)
     bf16, engines = (
         planner.recommend("Llama-3.1-8B", "h200", 8192),
         planner.recommend(shape, "h200", 8192, backend="vllm"),
