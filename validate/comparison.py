@@ -16,7 +16,8 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.presets import autoregressive, preset_name
+from ridgeplan.roofline.plan.policies.dense import plain_beside
+from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.validate.measure import Measured, is_busy, last_run, widest
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def compare_measured(
     """
     workload = measured.workload(plan.workload)
     plan = replace(plan, workload=workload)
-    baseline = predict(autoregressive(workload), shape, profile)
+    baseline = predict(plain_beside(plan), shape, profile)
     predicted = predict(plan, shape, profile, function=function).against(baseline)
     spread = widest((measured.spread, plain.spread if plain else None))
     rows = (*_rows(plan, predicted, measured, shape, profile), _speedup_row(predicted, measured, plain, spread))

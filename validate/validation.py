@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies.dense import autoregressive
+from ridgeplan.roofline.plan.policies.dense import plain_beside
 from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.validate.comparison import Comparison, compare_measured, shape_of
 from ridgeplan.validate.measure import Measured, Prompts, Run, take_turns
@@ -82,8 +82,8 @@ class RunOptions:
 
 
 def validate_plan(plan: Plan, options: RunOptions) -> Validation:
-    """Runs plain decoding and `plan` by `run_plans`."""
-    plan_runs = run_plans((autoregressive(plan.workload), plan), options)
+    """Runs plain decoding (`plain_beside`) and `plan` by `run_plans`."""
+    plan_runs = run_plans((plain_beside(plan), plan), options)
     plain, planned = plan_runs.runs
     return Validation(plain, planned, plan_runs.in_turns)
 

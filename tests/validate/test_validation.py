@@ -2,15 +2,18 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from gguf_files import write_gguf
 
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.plan import Plan, Weights, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.validate import RunOptions, compare, run_plans, validate_plan
@@ -50,6 +53,24 @@ def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path, monkeypatc
     }
     assert result.in_turns
     assert set(result.to_dict()) == {"plan", "plain", "in_turns"}
+
+
+def test_a_plan_on_stored_weights_is_validated_beside_plain_decoding_on_them(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In full precision an 8B model would not fit where its file does; the two share the weights."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder)
+    write_gguf(tmp_path / "mixed.gguf", model, kinds=["Q4_0"])
+    plan = replace(preset("int8", PLAN.workload), weights=Weights(stored=True))
+    options = RunOptions(str(tmp_path / "mixed.gguf"), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE)
+    result = validate_plan(plan, options)
+    assert result.plain.comparison.preset == "stored weights"
+    assert result.planned.comparison.preset == "stored weights + INT8 KV"
+    assert result.plain.comparison.row("speed-up over plain decoding").predicted == 1
+    plain, planned = (run.measured.tpot_ms for run in (result.plain, result.planned))
+    assert result.comparison.row("speed-up over plain decoding").measured == pytest.approx(plain / planned)
 
 
 def test_sampling_reaches_both_runs_but_not_its_stop_tokens(tiny_folder: Path) -> None:

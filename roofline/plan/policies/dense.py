@@ -22,6 +22,11 @@ def autoregressive(workload: Workload) -> Plan:
     return Plan(workload)
 
 
+def plain_beside(plan: Plan) -> Plan:
+    """Plain decoding that a plan is measured beside: on its stored weights where full precision may not fit, too."""
+    return Plan(plan.workload, Weights(stored=plan.weights.stored))
+
+
 def int8(workload: Workload) -> Plan:
     """Plain decoding on an INT8 KV cache: QuantSpec's target by itself."""
     return Plan(workload, kv=KVCache(KVFormat.INT8))
