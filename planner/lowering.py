@@ -14,6 +14,7 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
+from ridgeplan.roofline.catalog.families import executable_architectures
 from ridgeplan.roofline.catalog.model_shape import FULL_BITS, KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
@@ -32,9 +33,9 @@ from ridgeplan.roofline.latency import (
     scan_kind,
     sparse_attention_kind,
 )
-from ridgeplan.roofline.memory import mtp_params
+from ridgeplan.roofline.memory import hides, mtp_params
 from ridgeplan.roofline.ops import TWO_BITS, UPPER_BITS
-from ridgeplan.roofline.passes import weight_bytes
+from ridgeplan.roofline.passes import WINDOWED_ATTENTION, Op, weight_bytes
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, HostPart, KVFormat, Plan, require
 from ridgeplan.roofline.plan.policies.evictions import kept_tokens, layer_budgets
 from ridgeplan.roofline.plan.policy import SelectionCost, TokenSelection
@@ -268,6 +269,14 @@ def kernel_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     """The calibrated class of an operation's kind in one part of the work: "prefill", "draft" or "target"."""
     chosen = _chosen_class(plan, shape, part) if kind == "attention" else None
     return chosen or _dense_class(plan, shape, part, kind)
+
+
+def class_of_op(plan: Plan, shape: ModelShape, part: str, op: Op) -> str:
+    """The calibrated class of an operation, such as full precision where a sliding window hides tokens."""
+    executed = shape.architecture in executable_architectures()
+    if op.name == WINDOWED_ATTENTION and executed and hides(shape.window_tokens or 0, plan.workload.final_context):
+        return attention_kind(0, shape.head_dim)
+    return kernel_class(plan, shape, part, op.kind)
 
 
 def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.model import acceptance_of_proposals
 from ridgeplan.planner.engines.rates import EngineProfile
-from ridgeplan.planner.lowering import kernel_class, rates_of, stack, steady_state_kind, strategy_of, used_classes
+from ridgeplan.planner.lowering import class_of_op, rates_of, stack, steady_state_kind, strategy_of, used_classes
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.collectives import COLLECTIVES
@@ -122,7 +122,7 @@ class BreakdownSource:
         for times in self.parts:
             for op, seconds, arithmetic in zip(times.ops, times.seconds, times.arithmetic, strict=True):
                 if self._launches(times.part, seconds):
-                    total, kind = op.total, kernel_class(self.plan, self.shape, times.part, op.kind)
+                    total, kind = op.total, class_of_op(self.plan, self.shape, times.part, op)
                     flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                     launches = int(_at(op.launches, self.index))
                     yield OpTime(
@@ -136,7 +136,7 @@ class BreakdownSource:
         by_class: dict[str, float] = {}
         for op, seconds in zip(times.ops, times.seconds, strict=True):
             if self._launches(part, seconds):
-                kind = kernel_class(self.plan, self.shape, part, op.kind)
+                kind = class_of_op(self.plan, self.shape, part, op)
                 by_class[kind] = by_class.get(kind, 0.0) + float(seconds[self.index])
         return by_class
 

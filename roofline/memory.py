@@ -173,7 +173,7 @@ def window_kv(shape: ModelShape, strategy: Strategy, element_bytes: Term, final:
     return strategy.batch * elements * element_bytes
 
 
-def _final_tokens(shape: ModelShape, strategy: Strategy) -> Term | None:
+def final_tokens(shape: ModelShape, strategy: Strategy) -> Term | None:
     """Tokens of a sequence at its end, for models that this package executes; engines' caches are all alike."""
     return strategy.context + strategy.new_tokens if shape.architecture in executable_architectures() else None
 
@@ -201,12 +201,16 @@ def rotated_keys(shape: ModelShape, strategy: Strategy, element_bytes: Term, tok
 
 def coded_layers(shape: ModelShape, strategy: Strategy) -> Term:
     """Layers whose tokens become codes: not those whose window hides tokens, in this package's cache."""
-    final = _final_tokens(shape, strategy)
+    final = final_tokens(shape, strategy)
     windowed = [(attention, layers) for attention, layers in shape.attentions if attention.window_tokens is not None]
     if final is None or not windowed:
         return shape.kv_layers
-    held = sum(layers * indicator((attention.window_tokens or 0) + 1, final) for attention, layers in windowed)
-    return shape.kv_layers - held
+    return shape.kv_layers - sum(layers * hides(attention.window_tokens or 0, final) for attention, layers in windowed)
+
+
+def hides(window: Term, final: Term) -> Term:
+    """1 where a sliding window hides tokens of a sequence that ends with `final`: its layers hold no codes."""
+    return indicator(window + 1, final)
 
 
 def index_memory(shape: ModelShape, batch: Term, tokens: Term) -> Term:
@@ -505,7 +509,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     tokens = strategy.kept_tokens + strategy.new_tokens
     slots = strategy.stores_full_kv * (tokens + strategy.max_queries)
     buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.max_queries)
-    final = _final_tokens(shape, strategy)
+    final = final_tokens(shape, strategy)
     codes = code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group, final)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target.dense) * dense_copy(shape, element_bytes)

@@ -49,7 +49,9 @@ class Op:
 
     @property
     def rate_kind(self) -> str:
-        """The kind by which a pass finds its rates: dense products of many channels may have some of their own."""
+        """The kind by which a pass finds its rates: windows and dense products of many channels may have their own."""
+        if self.name == WINDOWED_ATTENTION:
+            return self.name
         return MANY_CHANNELS if many_channels(self.kind, self.width, self.depth) else self.kind
 
     @property

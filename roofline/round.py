@@ -41,15 +41,16 @@ from ridgeplan.roofline.latency import (
     PassRates,
     RateTerms,
     StrategyRates,
+    attention_kind,
     integer_kind,
     prefill_attention_kind,
     scan_kind,
     select_rates,
     slower_rates,
 )
-from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers
+from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers, final_tokens, hides
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
-from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
+from ridgeplan.roofline.passes import MANY_CHANNELS, WINDOWED_ATTENTION, Op, PassTerms, decode_pass
 from ridgeplan.roofline.strategy import PassStrategy, Strategy
 
 # Of the time that single tokens, which lie apart, cost attention beyond a stream of the same bytes, pages of them save
@@ -386,12 +387,25 @@ def _draft_tokens(strategy: Strategy, cached: Term) -> Term:
 
 def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the target's products, head and attention, by kind of op."""
-    return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, strategy.target)
+    passes = _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, strategy.target)
+    return passes | _window_rates(shape, machine, strategy, strategy.queries, passes["attention"])
 
 
 def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the drafts' products, head and attention, by kind of op."""
-    return _pass_rates(shape, machine, rates.draft, strategy.batch, strategy.draft_queries, strategy.draft)
+    passes = _pass_rates(shape, machine, rates.draft, strategy.batch, strategy.draft_queries, strategy.draft)
+    return passes | _window_rates(shape, machine, strategy, strategy.draft_queries, passes["attention"])
+
+
+def _window_rates(
+    shape: ModelShape, machine: Machine, strategy: Strategy, queries: Term, attention: RateTerms
+) -> dict[str, RateTerms]:
+    """Rates of layers with a sliding window: of full precision where it hides tokens, whatever other layers read."""
+    final = final_tokens(shape, strategy)
+    if final is None or not shape.window_tokens:
+        return {}
+    full = machine.rates[attention_kind(0, shape.head_dim)].at_rows(queries * shape.q_heads / shape.cached_rows)
+    return {WINDOWED_ATTENTION: select_rates(hides(shape.window_tokens, final), full, attention)}
 
 
 def _pass_rates(

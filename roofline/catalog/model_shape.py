@@ -163,6 +163,7 @@ TRAITS = {
     "other norms": "norms are LayerNorms, or scale by 1 + weight, or stand after the blocks only",
     "other activation": "the MLP's activation is not SiLU",
     "scaled experts": "routing is by sigmoid, groups, biases or scales",
+    "biased experts": "experts, the router and attention's output projection add biases",
 }
 MAX_LAYERS = 10_000
 MAX_PARAMETERS = 10**15
@@ -536,7 +537,19 @@ class ModelShape(Checked):
     def vector_params(self) -> int:
         """Norms, biases and sinks of all layers, and a state's convolution: in memory, but never quantized."""
         attentions = sum(count * self._attention_vectors(attention) for attention, count in self.projections)
-        return self.norms * self.hidden + attentions + sum(count * state.vector_params for state, count in self.states)
+        states = sum(count * state.vector_params for state, count in self.states)
+        return self.norms * self.hidden + attentions + states + self._expert_biases()
+
+    def _expert_biases(self) -> int:
+        """Biases of gate and up, of down and of the router for every expert, and of output projections."""
+        if "biased experts" not in self.traits:
+            return 0
+        outputs = sum(count * self.hidden for _, count in self.projections)
+        experts = sum(
+            count * mlp.experts * (mlp.matrices - 1) * mlp.expert_intermediate + count * mlp.experts * (self.hidden + 1)
+            for mlp, count in self.mlps
+        )
+        return outputs + experts
 
     def _attention_vectors(self, attention: Attention) -> int:
         own_keys = 0 if attention.shares_cache else 1

@@ -313,7 +313,7 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
 EXECUTED_NEEDS = (
     "sliding windows in some layers", "norms after blocks", "attention sinks", "attention soft cap", "logit soft cap",
     "parallel blocks", "scaled embeddings", "partial rotary", "rope by layer type", "other norms", "other activation",
-    "scaled experts", "heads of several sizes",
+    "scaled experts", "biased experts", "heads of several sizes",
 )  # fmt: skip
 
 

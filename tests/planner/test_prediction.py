@@ -260,3 +260,21 @@ def test_samples_are_the_same_in_every_run(h200_profile):
     prediction = predictions(h200_profile, "quantspec")
     assert (sampled_tpot_ms(prediction, h200_profile) == sampled_tpot_ms(prediction, h200_profile)).all()
     assert len(np.unique(sampled_tpot_ms(prediction, h200_profile))) > 1000
+
+
+@pytest.mark.parametrize(("context", "kind"), [(32_768, "attention_d64"), (64, "attention_int4_d64")])
+def test_windows_that_hide_tokens_are_priced_in_full_precision(h200_profile, context, kind):
+    """gpt-oss's window is 128 tokens, and its heads have 64 channels; shorter texts are codes in all layers."""
+    shape = load_shape("gpt-oss-20b")
+    plan = preset("quantspec", Workload(shape.name, "h200", context, new_tokens=32))
+
+    def window_of(profile):
+        parts = predict(plan, shape, profile).breakdown
+        return next(op for op in parts if (op.part, op.op) == ("draft", "attention (window)"))
+
+    window = window_of(h200_profile)
+    assert window.kind == kind
+    for changed in ("attention_d64", "attention_int4_d64"):
+        slow = replace(h200_profile.classes[changed], launch_s=1e-3)
+        seconds = window_of(with_classes(h200_profile, **{changed: slow})).seconds
+        assert (seconds > 2 * window.seconds) == (changed == kind)

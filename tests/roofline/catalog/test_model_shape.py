@@ -15,7 +15,7 @@ from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.catalog.validation import InvalidField
 
 # Element counts of the published checkpoints (safetensors index on the Hub). Exact where our count leaves
-# nothing out; gpt-oss has a few biases and sinks more, DeepSeek-V3 is counted without its MTP module.
+# nothing out; DeepSeek-V3 is counted without its MTP module.
 TOTALS = {
     "Llama-2-7b-hf": 6_738_415_616,
     "Llama-3.1-8B": 8_030_261_248,
@@ -46,6 +46,8 @@ TOTALS = {
     "Mistral-7B-v0.1": 7_241_732_096,
     "Mistral-7B-v0.3": 7_248_023_552,
     "SmolLM2-135M": 134_515_008,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 # With their vision tower, SigLIP of 416,866,032 parameters, and its projection: 1152 x hidden and a norm of 1152.
 TOTALS_WITH_VISION = {
@@ -54,7 +56,7 @@ TOTALS_WITH_VISION = {
     "gemma-3-27b-it": 27_432_406_640,
 }
 SIGLIP, SIGLIP_WIDTH = 416_866_032, 1152
-ROUNDED_TOTALS = {"gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "DeepSeek-V3": 671e9}
+ROUNDED_TOTALS = {"DeepSeek-V3": 671e9}
 
 # Elements of the models that transformers makes of the same configurations on the meta device: all, and those without
 # the routed experts that a token does not use. Ours leave out gates of shared experts, an indexer's norm and the like.

@@ -123,7 +123,8 @@ def test_gpt_oss_has_experts_of_4_bits_and_everything_else_in_bf16():
     shape = load_shape("openai/gpt-oss-20b")
     experts, attention = 24 * 32 * 3 * 2880 * 2880, 24 * 2 * 2880 * (4096 + 512)
     tables, routers = 2 * 201_088 * 2880, 24 * 32 * 2880
-    vectors = 24 * (2 * 2880 + 4096 + 2 * 512 + 64) + 2880  # 64 attention sinks
+    vectors = 24 * (2 * 2880 + 4096 + 2 * 512 + 2880 + 64) + 2880  # 64 attention sinks
+    vectors += 24 * 32 * (3 * 2880 + 1)  # biases of experts and of the router
     held = experts * 4.25 / 8 + 2 * (attention + tables + routers + vectors)
     assert weight_memory(shape, shape.weight_bits.widest_bytes(2), 2) == held == pytest.approx(13.75e9, rel=1e-3)
 
