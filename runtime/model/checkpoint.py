@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,12 @@ APART = (
     ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj", "g_proj"),
 )
 ALTERNATING = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's projections of a gated delta rule
+# Tensors that change no token of the decoder: RoPE's frequencies, scales of a cache in fp8, layers of multi-token
+# prediction, and parts beside the language model.
+UNUSED = re.compile(
+    r"\.rotary_emb\.inv_freq$|\.(k|v|kv)_scale$"
+    r"|^(model\.)?(mtp[._]|vision_|visual\.|audio_|multi_modal_|mm_|embed_(vision|audio)\.)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +92,16 @@ class StateDict:
         return self._finite(DecoderWeights(empty, (), norm, output, layout.logit_cap, held))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
-        """The layers on `device`, one after another; unless `keep`, each is dropped here."""
+        """The layers on `device`, one after another, after `ends`; unless `keep`, each is dropped here.
+
+        Raises ModelError after the last one if it leaves tensors that may change tokens, unless `keep`.
+        """
         take = self.tensors.get if keep else self.tensors.pop
         for index in range(self.config.shape.layers):
             yield self._finite(read_layer(self.config, take, index, device))
+        if not keep:
+            unread = self.tensors.unread if isinstance(self.tensors, StoredTensors) else self.tensors
+            _require_all_read(self.source, self.config.shape, unread)
 
     def _finite(self, part: Part) -> Part:
         for tensor in tensors_of(part):
@@ -102,6 +115,17 @@ class StateDict:
                     f"the checkpoint {self.source} holds weights that are NaN or infinite as {tensor.dtype}"
                 )
         return part
+
+
+def _require_all_read(source: str, shape: ModelShape, unread: Iterable[str]) -> None:
+    """Raises ModelError for unread tensors that may change tokens: the architecture is not that of its `model_type`."""
+    drafting = tuple(f"model.layers.{shape.layers + layer}." for layer in range(shape.mtp_layers))
+    names = [name for name in unread if not UNUSED.search(name) and not name.startswith(drafting)]
+    if names:
+        kinds = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})[:3])
+        raise ModelError(
+            f"the checkpoint {source} has {len(names)} weights that {shape.architecture!r} does not read: {kinds}"
+        )
 
 
 def _copied(tensor: Any, device: torch.device) -> Any:
@@ -487,7 +511,8 @@ def load_weights(source: str, config: DecoderConfig, device: torch.device, dtype
 def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype, stored: bool = False) -> StateDict:
     """The checkpoint's weights in `dtype` on the host, from safetensors only: pickles are not opened.
 
-    stored: those in blocks of a GGUF file stay so. Raises ModelError when any is missing or misshapen.
+    stored: those in blocks of a GGUF file stay so. Raises ModelError when any is missing or misshapen, or has no place
+    in transformers' model.
     """
     shape = decoder.shape
     if _is_read_directly(source, shape):
@@ -510,6 +535,7 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype, sto
     for name, actual, needed in sorted(info["mismatched_keys"]):
         sizes = f"{list(actual)}; its config.json needs {list(needed)}"
         raise ModelError(f"in the checkpoint {source} the weight {name} is {sizes}")
+    _require_all_read(source, shape, info["unexpected_keys"])
     return StateDict(source, decoder, dict(model.state_dict()))
 
 

@@ -10,7 +10,7 @@ Layouts are those that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ class StoredTensors:
     """A checkpoint's tensors by name, read and decoded on each access. Nothing is cached, to save memory.
 
     shape: whose sizes matrices have; None for any. files: the file of every stored tensor. keeps_blocks: whether a GGUF
-    file's weights stay in blocks.
+    file's weights stay in blocks. unread: tensors that were not read yet.
     """
 
     source: str
@@ -134,6 +134,7 @@ class StoredTensors:
     settings: Settings
     files: dict[str, Path]
     keeps_blocks: bool = False
+    unread: set[str] = field(default_factory=set)
 
     @classmethod
     def open(
@@ -146,7 +147,7 @@ class StoredTensors:
             for path in files:
                 with safe_open(path, framework="pt") as file:
                     paths |= dict.fromkeys(file.keys(), path)
-        return cls(source, shape, dtype, settings, paths, keeps_blocks)
+        return cls(source, shape, dtype, settings, paths, keeps_blocks, set(paths))
 
     def get(self, name: str, *default: Any) -> Any:
         """The tensor, or a default where there is none. Raises ModelError for a missing or a misshapen one."""
@@ -183,6 +184,7 @@ class StoredTensors:
 
     def _read(self, name: str) -> Tensor:
         """A copy, which does not keep the whole file mapped."""
+        self.unread.discard(name)
         with failures_as(f"cannot load the model {self.source}"), safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name).clone()
 

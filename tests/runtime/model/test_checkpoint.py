@@ -11,7 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.checkpoint import checkpoint_elements, load_config, load_tokenizer, load_weights
+from ridgeplan.runtime.model.checkpoint import (
+    checkpoint_elements,
+    load_config,
+    load_state_dict,
+    load_tokenizer,
+    load_weights,
+)
 from ridgeplan.runtime.model.config import decoder_config
 
 
@@ -233,3 +239,46 @@ def test_weights_are_held_once(family, changes, tiny_model):
     expected = sum(parameter.numel() * 4 for parameter in model.reference.parameters())
     stretched_norms = shape.layers * (shape.q_heads + shape.kv_heads - 2) * shape.head_dim * 4
     assert weights.bytes == expected + (stretched_norms if family == "qwen3" else 0)
+
+
+def with_tensors(folder, extra, **keys):
+    """Adds tensors to a checkpoint, and keys to its configuration."""
+    path, config = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(path) | extra, path, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | keys))
+    return str(folder)
+
+
+@pytest.mark.parametrize("target_bits", [16, 8])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["self_attn.q_scale", "post_feedforward_layernorm.weight"])
+def test_a_tensor_that_the_family_does_not_read_is_refused(name, packed, target_bits, broken_copy, make_plan):
+    """A checkpoint of another architecture than its model_type would run with wrong logits."""
+    extra = {f"model.layers.{layer}.{name}": torch.ones(32) for layer in range(2)}
+    keys = {"quantization_config": {"quant_method": "fp8"}} if packed else {}
+    folder = with_tensors(broken_copy, extra, **keys)
+    message = rf"the checkpoint .* has 2 weights that 'llama' does not read: model\.layers\.\*\.{name}"
+    with pytest.raises(ModelError, match=message) as error:
+        runtime.load(make_plan(target_bits=target_bits), folder)
+    assert one_line(error)
+
+
+def test_what_only_transformers_reads_is_refused(tiny_model):
+    """As of a family whose table forgot its norms."""
+    folder = tiny_model().folder
+    state = load_state_dict(folder, decoder_config(load_config(folder), folder), torch.float32)
+    state.tensors["model.layers.1.self_attn.value_norm.weight"] = torch.ones(32)
+    with pytest.raises(ModelError, match=r"1 weights .* not read: model\.layers\.\*\.self_attn\.value_norm\.weight"):
+        state.decoder_weights(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_beside_the_decoder_are_left_unread(packed, broken_copy, make_plan):
+    """RoPE's frequencies, scales of a cache, a layer of multi-token prediction, and a part that sees images."""
+    names = (
+        "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.self_attn.k_scale", "mtp.fc.weight",
+        "model.layers.2.self_attn.q_proj.weight", "vision_tower.layers.0.norm.bias", "multi_modal_projector.norm",
+    )  # fmt: skip
+    keys = {"quantization_config": {"quant_method": "fp8"}} if packed else {}
+    folder = with_tensors(broken_copy, {name: torch.ones(4) for name in names}, num_nextn_predict_layers=1, **keys)
+    assert runtime.load(make_plan(), folder).generate([[1, 2, 3]], 2).tokens
