@@ -33,6 +33,7 @@ from ridgeplan.roofline.plan.plan import (
     KVFormat,
     Placement,
     Plan,
+    PlanError,
     Speculation,
     Weights,
     Workload,
@@ -360,11 +361,16 @@ def named_plan(name: str, workload: Workload) -> Plan:
 
 
 def best_of_preset(name: str, question: Question) -> Candidate:
-    """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it. Raises PlanError."""
+    """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it.
+
+    Raises PlanError, also for a plan that offloads where everything fits.
+    """
     plan = named_plan(name, question.workload)
     question.require_engine_runs(plan)
-    (candidate,) = search(question, (family_of(name, plan),))
-    return candidate
+    candidates = search(question, (family_of(name, plan),))
+    if not candidates:
+        raise PlanError(f"{name!r} offloads nothing here, as everything fits; allowed: the same without offload")
+    return candidates[0]
 
 
 def fits_whole(question: Question) -> bool:

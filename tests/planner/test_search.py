@@ -162,6 +162,11 @@ def test_an_unknown_preset_is_named_with_its_neighbours():
         preset("quantspek", WORKLOAD)
 
 
+def test_a_plan_that_offloads_where_everything_fits_is_refused(h200_profile):
+    with pytest.raises(planner.PlanError, match="'offload' offloads nothing here, as everything fits"):
+        planner.estimate(LLAMA, "h200", 4096, preset="offload", profile=h200_profile)
+
+
 def test_the_papers_hyperparameters():
     """QuantSpec compares MagicDec at a quarter of the tokens; SpecAttn drafts 7 tokens from 7% of them."""
     specattn = Speculation(7, selection=SpecAttn(ratio=0.07))
