@@ -116,11 +116,14 @@ def _read_shape(keys: _Keys, family: Family, name: str, source: str) -> ModelSha
 
 
 KDA_KEYS = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")  # of transformers' class
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+WINDOW_KEYS = ("use_sliding_window", "max_window_layers", "sliding_window_pattern")  # moot beside `layer_types`
 READ_BY_FIELDS = "read by its fields; not checked against this architecture"
 # Of a key that may say something of the layers. For a family that is not known, such a key must have been read.
 _STRUCTURE = re.compile(
     r"expert|moe|mamba|ssm|linear_|conv|lora|latent|index|compress|hybrid|altup|laurel|recurr|ngram|layer_types|pattern|"
-    r"window|swa_|sparse|cross|encoder|hash|block_type|attn_type|state_size|global|per_layer|local"
+    r"window|swa_|sparse|cross|encoder|hash|block_type|attn_type|state_size|global|per_layer|local|cycles|per_stack|"
+    r"kv_channels"
 )
 # Keys of that form that say nothing of shapes: training, routing, and names of implementations.
 _HARMLESS = re.compile(
@@ -160,9 +163,9 @@ class _Keys(Mapping[str, Any]):
         ]
         if unread:
             raise ValueError(f"{', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no known meaning")
-        activation = self.get("hidden_act")
-        if activation not in (None, "silu", "swish"):
-            raise ValueError(f"hidden_act {brief(activation)} does not say whether the MLP is gated")
+        for key in ACTIVATIONS:
+            if self.get(key) not in (None, "silu", "swish"):
+                raise ValueError(f"{key} {brief(self[key])} does not say whether the MLP is gated")
 
 
 def _family_keys(config: Config) -> tuple[_Keys, Family]:
@@ -177,7 +180,7 @@ def _family_keys(config: Config) -> tuple[_Keys, Family]:
         config, model_type = {**shared, **inner, "model_type": inner_type}, inner_type
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"model_type is {brief(model_type)}; allowed: the name of a family, such as 'llama'")
-    family = families().get(model_type, Family())
+    family = families().get(model_type, Family(sliding="keys"))
     return _Keys({**config, **_global_heads(config)}, family.defaults), family
 
 
@@ -191,8 +194,9 @@ def _global_heads(config: Config) -> Fields:
         return {}
     kinds = _list(config, "layer_types")
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    named = {str(layer).lstrip("0") or "0" for layer in overrides}  # with zeros ahead from 10 layers on
     first, *others = overrides.values()
-    if not isinstance(first, dict) or any(other != first for other in others) or set(map(str, overrides)) != full:
+    if not isinstance(first, dict) or any(other != first for other in others) or named != full:
         raise ValueError("per_layer_config must hold the same sizes for all layers of full attention, and no others")
     return {"global_head_dim": first.get("head_dim"), "num_global_key_value_heads": first.get("num_key_value_heads")}
 
@@ -287,6 +291,8 @@ def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
     named = _list(config, "layer_types") or _list(config, "layers_block_type")
     count = len(named) if config.get("layers_block_type") else _layer_count(config)
     if named:
+        for key in WINDOW_KEYS:
+            config.get(key)
         unknown = [kind for kind in named if not isinstance(kind, str) or kind not in LAYER_KINDS]
         if unknown or len(named) != count:
             allowed = f"{count} of {', '.join(LAYER_KINDS)}"
@@ -316,12 +322,13 @@ def _layer_count(config: Config) -> int:
 
 def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:
     """The layers that have a window by the family's rule, where config.json lists none."""
+    used, last, pattern = (config.get(key) for key in WINDOW_KEYS)
     if config.get("sliding_window") is None:
         return range(0)
-    pattern = config.get("sliding_window_pattern")
+    if rule == "keys":
+        rule = "last" if used is False or last is not None else "all" if pattern is None else "pattern"
     if rule == "last":
-        last = config.get("use_sliding_window")
-        return range(_whole(config, "max_window_layers"), layers) if last else range(0)
+        return range(_whole(config, "max_window_layers"), layers) if used else range(0)
     if rule == "pattern" or (rule == "none" and type(pattern) is int):
         period = _whole(config, "sliding_window_pattern")
         return [layer for layer in range(layers) if period and (layer + 1) % period]

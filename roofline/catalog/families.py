@@ -20,9 +20,9 @@ class Family:
     """defaults: of keys that config.json may leave out. attention_bias: whatever the file says. qk_norm: norms of each
     head's queries and keys. qk_norm_key: the key that says so instead. wide_qk_norm: of all heads together. sliding:
     which layers have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
-    (`max_window_layers` on), "none". output_gate: attention's output is gated. full_every: every n-th layer has full
-    attention, the others a state. routing: fields of `layers.Routing` beside those that keys give. traits: of
-    `model_shape.TRAITS`.
+    (`max_window_layers` on), "none", "keys" (as these say, of a family without a table: all without other keys).
+    output_gate: attention's output is gated. full_every: every n-th layer has full attention, the others a state.
+    routing: fields of `layers.Routing` beside those that keys give. traits: of `model_shape.TRAITS`.
 
     What only the runtime reads: executed: whether it runs these models. hub_type: the `model_type` of the class in
     transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a

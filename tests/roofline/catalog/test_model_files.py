@@ -215,6 +215,19 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
             {"model_type": "odd", "hidden_act": "relu2"},
             "hidden_act 'relu2' does not say whether the MLP is gated",
         ),
+        ({"model_type": "odd", "hidden_activation": "gelu"}, "hidden_activation 'gelu' does not say whether"),
+        (
+            {"model_type": "odd", "H_cycles": 2, "num_layers_per_stack": 2},
+            "H_cycles, num_layers_per_stack have no known",
+        ),
+        (
+            {"model_type": "odd", "kv_channels": 32, **WIDE_MOE, "num_local_experts": 4},
+            "kv_channels has no known meaning",
+        ),
+        (
+            {"model_type": "odd", "sliding_window": 64, "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern must be a whole number",
+        ),
         ({"model_type": "odd", "layer_types": ["full_attention", "conv"]}, "layer_types must hold 2 of .*, not 'conv'"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]; allowed: the name of a family"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -335,6 +348,40 @@ def test_an_unknown_family_is_read_by_its_keys_with_a_note_in_every_answer(tmp_p
     assert shape.note == f"{tmp_path.name} was read by its fields; not checked against this architecture ('odd')"
     for backend in ("any", "vllm"):
         assert recommend(shape, "h200", 256, new_tokens=64, backend=backend).notes[0] == shape.note
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({}, 2),  # as Mistral 7B v0.1 has it
+        ({"use_sliding_window": False}, 0),
+        ({"use_sliding_window": False, "max_window_layers": 1}, 0),
+        ({"use_sliding_window": True, "max_window_layers": 1}, 1),
+        ({"max_window_layers": 28, "use_sliding_window": False, "sliding_window": None}, 0),
+        ({"sliding_window_pattern": 2}, 1),
+        ({"sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention", "full_attention"]}, 1),
+        ({"use_sliding_window": False, "max_window_layers": 28, "layer_types": ["full_attention"] * 2}, 0),
+    ],
+)
+def test_windows_of_an_unknown_family(tmp_path: Path, keys: dict[str, Any], windows: int) -> None:
+    """Keys that `layer_types` makes moot do not matter."""
+    shape = load_shape(str(write_config(tmp_path, **{"model_type": "odd", "sliding_window": 64, **keys})))
+    assert (shape.window_layers, shape.window_tokens) == (windows, 64 if windows else None)
+
+
+@pytest.mark.parametrize("layers", [6, 12])
+def test_gemma_4_as_transformers_saves_it(tmp_path: Path, layers: int) -> None:
+    """Layers are named with as many digits as the last one has."""
+    kinds = [*["sliding_attention"] * 5, "full_attention"] * (layers // 6)
+    width = len(str(layers - 1))
+    full = {f"{layer:0{width}}": {"head_dim": 64} for layer in range(5, layers, 6)}
+    keys = {"model_type": "gemma4_text", "num_hidden_layers": layers, "layer_types": kinds, "head_dim": 16}
+    shape = load_shape(str(write_config(tmp_path, **keys, per_layer_config=full)))
+    assert [group.attention.head_dim for group in shape.layer_groups if group.attention] == [16, 64]
+    with pytest.raises(
+        BadModelFile, match="per_layer_config must hold the same sizes for all layers of full attention"
+    ):
+        load_shape(str(write_config(tmp_path, **keys, per_layer_config={"0": {"head_dim": 64}})))
 
 
 def test_phi_4_is_a_llama_with_its_matrices_joined(tmp_path: Path) -> None:
