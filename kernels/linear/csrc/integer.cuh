@@ -1,8 +1,8 @@
 // MMA warps that multiply 4-bit codes as unsigned bytes by x as signed ones and add up in int32; docs/kernels/linear.md
 // says where this is faster. Codes are those of quantized.cuh, in groups of 128 inputs.
 //
-// x of a row and group is scale * q with integers q = 256 upper + lower of 16 bits, exact to 1/65278 of the group's
-// largest: two planes of signed bytes. Of a word of codes, the low nibbles are the bytes of row g, and the high ones
+// x of a row and group is scale * q with integers q = 256 upper + lower of 16 bits, each element exact to 1/65278 of
+// the group's largest, however small it is itself: two planes of signed bytes. Of a word of codes, the low nibbles are the bytes of row g, and the high ones
 // under a mask 16 times those of row g + 8, so that unpacking takes no shift. A warp multiplies the same groups of all
 // output tiles and holds their x in registers. Column 2 r + p of the product is plane p of row r.
 #pragma once
@@ -61,7 +61,8 @@ template <class Config> struct IntegerProduct {
                 const u32 bits = __vmaxu2(low & 0x7FFF7FFFu, high & 0x7FFF7FFFu);  // ordered as their magnitudes are
                 const float largest =
                     Config::Elem::to_float(u16(__reduce_max_sync(FULL_MASK, max(bits & 0xFFFFu, bits >> 16))));
-                const float inverse = largest > SMALLEST ? LARGEST * reciprocal_approx(largest) : 0.0f;
+                const float scale = largest * (1.0f / LARGEST);  // of which, unlike of `largest`, no inverse is flushed
+                const float inverse = largest > SMALLEST ? reciprocal_approx(scale) : 0.0f;
                 // The low 16 bits of these are q + 128, whose upper byte is q's, and the lower one q's plus 128.
                 const u32 q0 = __float_as_uint(fmaf(Config::Elem::low_to_float(low), inverse, ROUNDER + 128.0f));
                 const u32 q1 = __float_as_uint(fmaf(Config::Elem::high_to_float(low), inverse, ROUNDER + 128.0f));
@@ -72,7 +73,7 @@ template <class Config> struct IntegerProduct {
                 const int total = 256 * __dp4a(int(upper), int(ONES), 0) + __dp4a(int(lower), int(ONES), 0);
                 const float row_sum = float(__reduce_add_sync(FULL_MASK, total));
                 if (lane == 0 && exists(i, warp, k_tiles))
-                    pairs[group_of(i, warp) * ROWS + row] = make_float2(largest * (1.0f / LARGEST), row_sum);
+                    pairs[group_of(i, warp) * ROWS + row] = make_float2(scale, row_sum);
                 u32* const slot = slot_of(sums, i % SLOTS, warp);
                 if (exists(i, warp, k_tiles)) slot[to] = upper, slot[to + 32] = lower;
                 if (i % SLOTS < SLOTS - 1 && i < GROUPS - 1) continue;

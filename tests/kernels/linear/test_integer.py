@@ -99,6 +99,38 @@ def test_cuda_equals_the_definition(rows: int, outputs: int, inputs: int, dtype:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_element_is_exact_to_a_share_of_its_groups_largest(rows: int, dtype: torch.dtype) -> None:
+    """Each output is one element, beside outliers 3000 times as large in every second group; rows, groups and scales of
+    weights have magnitudes of their own."""
+    outputs, groups = 1000, 19
+    output, group, place = torch.arange(outputs), torch.randint(groups, (outputs,)), torch.randint(70, (outputs,))
+    codes = torch.full((outputs, groups, 128), 8)  # weights of 0
+    codes[output, group, place] = 9
+    scale = 2.0 ** torch.randint(-8, 0, (outputs, groups))
+    x = torch.randn(rows, groups, 128) * 2.0 ** torch.randint(-6, 4, (rows, groups, 1))
+    x[:, ::2, 70] *= 3000
+    x = x.clamp(-6e4, 6e4).to(dtype)
+    weight = Int4Weight.pack(codes.flatten(1).cuda(), scale.cuda(), torch.zeros_like(scale).cuda())
+    actual = integer_product(x.flatten(1).cuda(), weight).double().cpu()
+    expected = x[:, group, place].double() * scale[output, group]
+    share = x.double().abs().amax(-1)[:, group] * scale[output, group] / 65278
+    rounding = torch.finfo(dtype).eps / 2 * (expected.abs() + torch.finfo(dtype).smallest_normal)
+    assert ((actual - expected).abs() <= 1.01 * (share + rounding)).all()
+
+
+@pytest.mark.gpu
+def test_the_largest_numbers_count() -> None:
+    """1 / x of elements above 2**126 is below the smallest normal number."""
+    steps = torch.full((2, 64, 2), 2.0**-12, device="cuda")
+    weight = Int4Weight.pack(torch.randint(16, (64, 256), device="cuda"), *steps)
+    x = torch.randn(2, 256, device="cuda").sign() * torch.tensor([[1.5 * 2.0**126], [1.5 * 2.0**127]], device="cuda")
+    actual, expected = integer_product(x.bfloat16(), weight), x.double() @ weight.dequantize(torch.float64).T
+    assert relative_error(actual, expected) < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4])
 def test_gated_and_8_bits_in_cuda(rows: int) -> None:
     weight = Int8Weight(random_weight(9728, 1024), random_weight(9728, 1024, seed=1))
     x = torch.randn(rows, 1024, device="cuda").bfloat16() / 64 + 0.01
