@@ -32,7 +32,7 @@ POOL_BYTES = 2 << 30  # memory for measuring the bandwidth
 TRIAL_S = 0.04
 MATMUL_SIZE = 8192
 MAX_ERROR = 0.02  # relative, explained by bfloat16; with a larger error no target is met
-PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
+PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python", "vllm")
 
 # The function that makes a kernel's cases, by kernel: KERNEL_cases in one of the modules of kernel calls.
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[BenchCase]]] = {
