@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,12 @@ def families() -> Mapping[str, Family]:
 def executable_architectures() -> tuple[str, ...]:
     """The families that the runtime executes."""
     return tuple(name for name, family in families().items() if family.executed)
+
+
+def executed_instead(architecture: object) -> str:
+    """What an error says of the executed families beside one that is not: near names, and where to see all."""
+    near = ", ".join(get_close_matches(str(architecture)[:100], executable_architectures()))
+    return f"{f'near it are {near}; ' if near else ''}`ridgeplan list models` shows what runs"
 
 
 # `model_type` of a model that has others inside, such as one of images and text: that of its `text_config`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
-from ridgeplan.roofline.catalog.families import executable_architectures
+from ridgeplan.roofline.catalog.families import executable_architectures, executed_instead
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
 from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, StoredBits, loaded_formats
@@ -288,9 +288,9 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     if shape.architecture in executable_architectures() and needs:
         return f"the runtime does not execute layers with {needs} yet"
     if shape.architecture not in executable_architectures():
-        known = ", ".join(executable_architectures())
         needed = f", whose layers need {needs}" if needs else ""
-        return f"the runtime does not execute architecture {shape.architecture!r}{needed}, yet (it does {known})"
+        instead = executed_instead(shape.architecture)
+        return f"the runtime does not execute architecture {shape.architecture!r}{needed}, yet ({instead})"
     held = shape.weight_bits.format
     if held not in LOADED_FORMATS:
         return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"

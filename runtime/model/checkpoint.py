@@ -20,7 +20,14 @@ from torch import Tensor
 from ridgeplan.kernels.linear.gguf import GgufWeight, stacked
 from ridgeplan.kernels.linear.weights import Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
-from ridgeplan.roofline.catalog.families import INNER_TYPES, NORM_NAMES, PARALLEL, executable_architectures, families
+from ridgeplan.roofline.catalog.families import (
+    INNER_TYPES,
+    NORM_NAMES,
+    PARALLEL,
+    executable_architectures,
+    executed_instead,
+    families,
+)
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.layers import Attention, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
@@ -656,7 +663,7 @@ def _decoder_keys(config: bytes) -> dict[str, Any]:
     if isinstance(kind, str) and kind in INNER_TYPES:
         kind, keys = INNER_TYPES[kind], keys.get("text_config") or {}
     if kind not in executable_architectures():
-        raise ValueError(f"model_type is {brief(kind)}; supported: {', '.join(executable_architectures())}")
+        raise ValueError(f"model_type is {brief(kind)}, which is not executed; {executed_instead(kind)}")
     for name, limit in (("num_hidden_layers", MAX_LAYERS), ("num_labels", MAX_LABELS)):
         count = keys.get(name)
         if isinstance(count, (int, float)) and count > limit:

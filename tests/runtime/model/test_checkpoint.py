@@ -179,7 +179,11 @@ def change_config(folder, **changes):
         ({"num_labels": 10**9}, "num_labels is 1000000000; allowed: up to 100000"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; allowed: up to 10000"),
         ({"num_hidden_layers": 10_000}, r"it has \d+ tensors for 10000 layers"),
-        ({"model_type": "bert"}, "model_type is 'bert'; supported: llama, mistral, .*qwen2, qwen3, "),
+        (
+            {"model_type": "bert"},
+            "model_type is 'bert', which is not executed; `ridgeplan list models` shows",
+        ),
+        ({"model_type": "qwen4"}, "model_type is 'qwen4', .*; near it are qwen3, qwen2"),
         ({"vocab_size": 100}, r"the weight lm_head\.weight is \[128, 64\]; its config\.json needs \[100, 64\]"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; allowed: above 0 up to 1"),
         ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float, got str"),
