@@ -105,7 +105,7 @@ def _drafter(plan: Plan, shape: ModelShape) -> dict[str, float]:
         "proposals": drafter.depth,
         "cascade_passes": drafter.passes,
         "hit": known.hit,
-        "proposal_acceptance": known.best,
+        "proposal_acceptance": known.at(drafter.depth)[1],
         "uses_head": int(drafter.trained),
         "proposes_block": int(drafter.kind is DrafterKind.BLOCK),
         "head_window": drafter.window or UNLIMITED_TOKENS,
@@ -414,7 +414,7 @@ def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequenc
     if not drafter.active:
         return RoundCosts(dict(zip(kinds, seconds, strict=True)), model.of(plan).best)
     known = proposal_acceptance(drafter.kind, plan.workload)
-    of_proposals = known.hit, known.best, not drafter.trained
+    of_proposals = known.hit, known.at(drafter.depth)[1], not drafter.trained
     return RoundCosts(dict(zip(kinds, seconds, strict=True)), model.of(plan).best, *of_proposals)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
-from ridgeplan.planner.acceptance.drafters import proposal_acceptance
+from ridgeplan.planner.acceptance.drafters import BAND_DEVIATIONS, proposal_acceptance
 from ridgeplan.planner.acceptance.model import acceptance_of_proposals
 from ridgeplan.planner.engines.rates import EngineProfile
 from ridgeplan.planner.lowering import class_of_op, rates_of, stack, steady_state_kind, strategy_of, used_classes
@@ -160,7 +160,7 @@ class Drafting:
         if not drafter.active:
             return cls(kind)
         known = proposal_acceptance(drafter.kind, plan.workload)
-        return cls(kind, known.hit, known.best)
+        return cls(kind, known.hit, known.at(drafter.depth)[1])
 
     def of_strategy(self, strategy: Strategy) -> Strategy:
         """The strategy with this round."""
@@ -289,7 +289,7 @@ def predict_all(
     gammas = [round_shape(each.kind).gamma for each in rounds]
     known_of = cache(lambda plan, gamma: models[plan.workload.context].of(plan, gamma))  # at whatever batch
     known = [
-        acceptance_of_proposals(plan)
+        acceptance_of_proposals(plan, round_shape(each.kind).depth)
         if round_shape(each.kind).proposes_to_target
         else known_of(
             replace(plan, workload=replace(plan.workload, batch=1)),
@@ -479,7 +479,7 @@ def _at(value: Any, index: int) -> float:
 
 SAMPLES = 2048
 SEED = 0
-BAND_DEVIATIONS = 1.645  # standard deviations from the best acceptance to the ends of its band, which holds 90%
+
 # Kernel classes of a round's parts other than its passes.
 ROUND_CLASSES = {
     "proposals": "gather",

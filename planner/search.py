@@ -81,7 +81,7 @@ class Family:
         if not drafter.cascades:
             return RoundShape(gamma, 0, gamma)
         known = proposal_acceptance(drafter.kind, self.template.workload)
-        passes = math.ceil(gamma / float(pass_tokens(known.hit, known.best, drafter.depth)))
+        passes = math.ceil(gamma / float(pass_tokens(known.hit, known.at(drafter.depth)[1], drafter.depth)))
         return RoundShape(gamma, min(gamma, max(passes, -(-gamma // (drafter.depth + 1)))), drafter.depth)
 
 

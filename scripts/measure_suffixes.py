@@ -46,10 +46,10 @@ def read_text(name: str) -> str:
     return "".join(parts)
 
 
-def measure(ids: Tensor, context: int, tokens: int) -> tuple[int, int, int, int]:
-    """Passes, those with proposals, proposals that were compared and that matched, in `tokens` tokens after context."""
-    passes = hits = compared = matched = 0
-    place = context
+def measure(ids: Tensor, context: int, tokens: int) -> tuple[int, Tensor, Tensor]:
+    """Passes in `tokens` tokens after the context, and proposals compared and matched by position: [DEPTH]."""
+    passes, place = 0, context
+    compared, matched = torch.zeros(2, DEPTH, dtype=torch.int64)
     while place < context + tokens:
         proposed, counts = suffix_lookup(ids[None, :place], torch.tensor([place]).int(), DEPTH, MIN_MATCH)
         following = ids[place : place + DEPTH].tolist()
@@ -57,9 +57,10 @@ def measure(ids: Tensor, context: int, tokens: int) -> tuple[int, int, int, int]
         if counts[0]:
             while equal < DEPTH and proposed[0, equal] == following[equal]:
                 equal += 1
-            hits, compared, matched = hits + 1, compared + min(equal + 1, DEPTH), matched + equal
+            compared[: equal + 1] += 1
+            matched[:equal] += 1
         passes, place = passes + 1, place + equal + 1
-    return passes, hits, compared, matched
+    return passes, compared, matched
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,18 +80,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model.parent if of_file else model, **of_file)
     texts = [torch.tensor(tokenizer(read_text(name))["input_ids"]).int() for name in chosen.texts]
     for context in chosen.ctx:
-        sums = torch.zeros(4, dtype=torch.int64)
+        passes = 0
+        compared, matched = torch.zeros(2, DEPTH, dtype=torch.int64)
         for ids in texts:
             last = len(ids) - context - chosen.tokens - DEPTH
             for place in range(0, last + 1, max(1, last // max(1, chosen.places - 1))) if last >= 0 else ():
-                sums += torch.tensor(measure(ids[place:], context, chosen.tokens))
-        passes, hits, compared, matched = sums.tolist()
-        if not compared:
+                counts = measure(ids[place:], context, chosen.tokens)
+                passes, compared, matched = passes + counts[0], compared + counts[1], matched + counts[2]
+        if not passes:
             continue
+        rates = ", ".join(f"{rate:.3f}" for rate in (matched / compared.clamp(min=1)).tolist())
         print(
-            f'  {{model = "{chosen.name or model.stem}", context = {context}, hit = {hits / passes:.3f}, '
-            f'acceptance = {matched / compared:.3f}, where = "{passes + matched} tokens of {chosen.what}"}},  '
-            f"# {(passes + matched) / passes:.2f} tokens a pass"
+            f'  {{model = "{chosen.name or model.stem}", context = {context}, '
+            f"hit = {int(compared[0]) / passes:.3f}, acceptance = {int(matched.sum()) / int(compared.sum()):.3f}, "
+            f"acceptance_at = [{rates}]}},  # {passes} passes, {1 + int(matched.sum()) / passes:.2f} tokens a pass",
+            flush=True,
         )
 
 

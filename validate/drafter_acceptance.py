@@ -108,6 +108,7 @@ def measure_drafters(
                         kind=plan.speculation.drafter.kind, name=name, model=shape.name, depth=depth,
                         source="measured", where=where, parameters=shape.parameters / 1e9, context=workload.context,
                         text=kind_of_text, hit=figures.hit_rate, acceptance=figures.acceptance,
+                        rounds=figures.sequence_rounds, acceptance_at=tuple(figures.acceptance_at[:depth]),
                     )  # fmt: skip
                 yield DrafterMeasurement(case, workload.context, window, figures, row)
 

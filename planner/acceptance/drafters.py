@@ -1,8 +1,10 @@
 """Acceptance of drafters by kind of text and context: published and measured rows, and a user's own figure.
 
 A drafter's acceptance depends on the text more than on the model: a suffix repeats in code and hardly in prose. So rows
-are of one kind of text, and a drafter without a row of the workload's kind is not searched. Proposals of a head that
-reads the whole context decay with it; where no row says how, they do as EAGLE-3's were published to.
+are of one kind of text, and a drafter without a row of the workload's kind is not searched. Between the contexts of a
+measurement acceptance is linear in their logarithm, and measurements are pooled by their passes and comparisons.
+Proposals of a head that reads the whole context decay with it; where no row says how, they do as EAGLE-3's were
+published to.
 """
 
 from __future__ import annotations
@@ -10,31 +12,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, DrafterRow, acceptance_of, drafter_rows, load_drafter_rows
+from ridgeplan.planner.acceptance.drafter_rows import (
+    EAGLE3,
+    UNCOUNTED_ROUNDS,
+    DrafterRow,
+    acceptance_of,
+    drafter_rows,
+    load_drafter_rows,
+)
 from ridgeplan.planner.acceptance.rows import variant_name
-from ridgeplan.planner.acceptance.speculation_profile import head_rows, head_settings
-from ridgeplan.roofline.catalog.profile import SOURCES
-from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
+from ridgeplan.planner.acceptance.speculation_profile import CONFIG, head_rows, head_settings
+from ridgeplan.planner.acceptance.speculation_profile import NAME as PROFILE
+from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH, MAX_GAMMA
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Workload
 
 GIVEN_DEPTH = MAX_ACCEPTANCE_LENGTH - 1  # proposals of the passes whose tokens a user states
-NEAR_CONTEXT = 4.0  # factor of context within which rows of a text make a band
+NEAR_CONTEXT = 4.0  # factor of context within which measurements are pooled
+GENERATION_POINTS = 8  # contexts of a generation at which acceptance is taken
+PRIOR_PROPOSALS = 2.0  # weight of the position before, for positions that few proposals reached
+BAND_DEVIATIONS = 1.645  # standard deviations from the best acceptance to the ends of its band, which holds 90%
 
 
 @dataclass(frozen=True)
 class ProposalAcceptance:
-    """A drafter's hits, and the conditional acceptance of its proposals with a band.
+    """A drafter's hits, and by position the chance that so many of a pass's proposals are accepted: [MAX_GAMMA].
 
-    depth: proposals of the passes that were measured.
+    spread: the fewest and the most tokens that passes gain by measurements of the same text, over the gain here.
+    compared: proposals that were compared, 0 if not known. depth: proposals of the passes that were measured.
     """
 
     hit: float
-    low: float
-    best: float
-    high: float
+    reached: tuple[float, ...]
+    spread: tuple[float, float]
+    compared: float
     source: str
     where: str
     depth: int
@@ -44,49 +60,123 @@ class ProposalAcceptance:
         """Whether there is a row of the workload's kind of text, or the user's own figure."""
         return self.source != "prior"
 
+    def at(self, depth: int) -> tuple[float, float, float]:
+        """The low end, the best and the high end of the conditional acceptance of passes with `depth` proposals.
+
+        It differs by position; this is the one that, equal at all of them, gives the same tokens. The band covers the
+        spread of measurements and the binomial error of their counts (Wilson 1927).
+        """
+        gain = sum(self.reached[:depth])
+        least, most = self.spread
+        low, best, high = (acceptance_of(1 + gain * factor, 1.0, depth) for factor in (least, 1, most))
+        if not self.compared:
+            return low, best, high
+        z2 = BAND_DEVIATIONS**2 / self.compared
+        middle, width = best + z2 / 2, math.sqrt(z2 * (best * (1 - best) + z2 / 4))
+        return min(low, (middle - width) / (1 + z2)), best, max(high, (middle + width) / (1 + z2))
+
+    @property
+    def best(self) -> float:
+        """The acceptance of passes with as many proposals as were measured."""
+        return self.at(self.depth)[1]
+
 
 def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAcceptance:
-    """What is known of a drafter on a workload: the user's figure, else the nearest row of its kind of text.
+    """What is known of a drafter on a workload, over its generation: the user's figure or rows, else all rows.
 
-    Of other models' rows at one context, that of the largest model: small ones repeat their context less, and are
-    smaller than any that is served. Without any row it is a prior: the worst row of any text.
+    The model's own rows come first, and of these those that were counted in its rounds. Without any row it is a prior:
+    the worst row of any text.
     """
-    if workload.acceptance_length and workload.drafter == kind:
-        length = workload.acceptance_length
-        acceptance = acceptance_of(length, 1.0, GIVEN_DEPTH)
-        return ProposalAcceptance(
-            1.0, acceptance, acceptance, acceptance, "measured", f"given: {length:g} tokens a pass", GIVEN_DEPTH
-        )
-    rows = _rows_about(kind, workload)
-    if not rows:
-        worst = min((row for row in drafter_rows() if row.kind is kind), key=lambda row: row.pass_tokens)
-        what = f"{workload.text} texts" if workload.text else "a text of unknown kind (--text)"
-        chance = worst.proposal_acceptance
-        return ProposalAcceptance(worst.hit, 0.0, chance, chance, "prior", f"no rows of {kind} on {what}: {worst}", 1)
+    folder = workload.drafter_head
+    files = map(Path, (workload.drafter_rows, *(f"{folder}/{name}" for name in (PROFILE, CONFIG) if folder)))
+    return _known(kind, workload, tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files))
 
-    def distance(row: DrafterRow) -> tuple[float, bool, float, int]:
-        other_model = variant_name(row.model) != variant_name(workload.model)
-        return _context_factor(row, workload), other_model, -row.parameters, SOURCES.index(row.source)
 
-    nearest = min(rows, key=distance)
-    near = [row for row in rows if _context_factor(row, workload) <= NEAR_CONTEXT] or [nearest]
-    acceptance, where = nearest.proposal_acceptance, str(nearest)
-    beyond = nearest.context and workload.context > max(row.context for row in rows)
-    if beyond and nearest.name == EAGLE3:
+@lru_cache(maxsize=4096)
+def _known(kind: DrafterKind, workload: Workload, written: tuple[int, ...]) -> ProposalAcceptance:
+    if rows := _rows_about(kind, workload):
+        return _pooled(rows, workload)
+    worst = min((row for row in drafter_rows() if row.kind is kind), key=lambda row: row.pass_tokens)
+    what = f"{workload.text} texts" if workload.text else "a text of unknown kind (--text)"
+    where = f"no rows of {kind} on {what}: {worst}"
+    return replace(_pooled([worst], workload), spread=(0.0, 1.0), source="prior", where=where, depth=1)
+
+
+def _pooled(rows: Sequence[DrafterRow], workload: Workload) -> ProposalAcceptance:
+    """The counts of all measurements near the workload's context, summed at contexts of its generation."""
+    own = [row for row in rows if variant_name(row.model) == variant_name(workload.model)]
+    rows = [row for row in own if row.rounds] or own or rows
+    rows = sorted([row for row in rows if row.context] or rows, key=lambda row: (_measurement(row), row.context))
+    series = [tuple(group) for _, group in groupby(rows, _measurement)]
+    factors = [_outside(each, workload.context) for each in series]
+    series = [each for each, far in zip(series, factors, strict=True) if far <= max(NEAR_CONTEXT, min(factors))]
+    rows, depth = [row for each in series for row in each], max(row.depth for each in series for row in each)
+    contexts = workload.context + (np.arange(GENERATION_POINTS) + 0.5) / GENERATION_POINTS * workload.new_tokens
+    counts = np.stack([_counts_at(each, contexts) for each in series])
+    hit, reached = _chances(counts.sum(0), depth)
+    gains = [share * sum(chances[:depth]) for share, chances in (_chances(each, depth) for each in counts)]
+    gain, counted = max(hit * sum(reached[:depth]), 1e-9), all(row.rounds for row in rows)
+    nearest = min(rows, key=lambda row: (_context_factor(row, workload), -(row.rounds or UNCOUNTED_ROUNDS)))
+    models, last = {row.model for row in rows}, max(row.context for row in rows)
+    where = f"{len(rows)} rows of {len(models)} models, the nearest {nearest}" if len(series) > 1 else str(nearest)
+    if nearest.name == EAGLE3 and 0 < last < workload.final_context - 1:
+        where += f", which decays with the context as published: {ContextDecay.of(EAGLE3)}"
+    return ProposalAcceptance(
+        hit, tuple(reached), (min(gains) / gain, max(gains) / gain),
+        float(counts[:, :, 1 : MAX_GAMMA + 1].sum((0, 2)).mean()) if counted else 0.0,
+        nearest.source if own else "transferred", where, depth,
+    )  # fmt: skip
+
+
+def _measurement(row: DrafterRow) -> tuple[str, str, str, int]:
+    return row.name, row.model, row.where, row.depth
+
+
+def _outside(series: Sequence[DrafterRow], context: int) -> float:
+    """The factor by which a context is outside of a measurement's contexts; 1 within, or where they are not known."""
+    first, last = series[0].context, series[-1].context
+    return max(first / context, context / last, 1.0) if last else 1.0
+
+
+def _counts_at(series: Sequence[DrafterRow], contexts: np.ndarray) -> np.ndarray:
+    """A measurement's counts at contexts; beyond its last those of an EAGLE-3 head decay as published."""
+    logs, last = np.log([max(row.context, 1) for row in series]), series[-1]
+    weights = np.stack([np.interp(np.log(contexts), logs, of_row) for of_row in np.eye(len(series))], axis=1)
+    counts = weights @ np.stack([row.counts for row in series])
+    if last.name == EAGLE3 and last.context:
         decay = ContextDecay.of(EAGLE3)
-        tokens_here = decay.tokens_at(workload.context, nearest.pass_tokens, nearest.context)
-        acceptance = acceptance_of(tokens_here, nearest.hit, nearest.depth)
-        where += f", which decays with the context as published: {decay}"
-    # The band is that of the tokens of a pass, at the nearest row's hits.
-    ends = [acceptance_of(tokens(row.pass_tokens for row in near), nearest.hit, nearest.depth) for tokens in (min, max)]
-    source = nearest.source if variant_name(nearest.model) == variant_name(workload.model) else "transferred"
-    low, high = min(ends[0], acceptance), max(ends[1], acceptance)
-    return ProposalAcceptance(nearest.hit, low, acceptance, high, source, where, nearest.depth)
+        kept = [decay.tokens_at(context, 2.0, last.context) - 1 for context in contexts]
+        counts[:, 2:] *= np.array(kept)[:, None]  # all that follows passes and hits
+    return np.asarray(counts)
+
+
+def _chances(counts: np.ndarray, depth: int) -> tuple[float, np.ndarray]:
+    """Hits, and chances by position, of passes with `depth` proposals.
+
+    counts: at contexts with equally many tokens of a generation, so that each has as many passes as these take.
+    """
+    passes, compared, accepted = np.split(counts, [1, MAX_GAMMA + 1], axis=1)
+    hits = compared[:, 0] / passes[:, 0]
+    chance, before = np.ones(len(counts)), accepted.sum(1) / np.maximum(compared.sum(1), 1e-9)
+    reached = []
+    for place in range(MAX_GAMMA):
+        before = (accepted[:, place] + PRIOR_PROPOSALS * before) / (compared[:, place] + PRIOR_PROPOSALS)
+        chance = chance * before
+        reached.append(chance)
+    per_token = 1 / (1 + hits * sum(reached[:depth]))
+    hit = float(np.average(hits, weights=per_token))
+    return hit, np.average(reached, axis=1, weights=per_token * np.maximum(hits, 1e-9))
+
+
+def as_published(name: str, workload: Workload) -> ProposalAcceptance:
+    """What the longest published measurement of a drafter says of a workload, whatever its text: a prior."""
+    decay = ContextDecay.of(name)
+    return replace(_pooled(decay.rows, workload), spread=(0.0, 1.0), source="prior", where=str(decay))
 
 
 def at_context(workload: Workload, context: int, drafter: Drafter) -> Workload:
-    """The workload at another context. A user's figure is of its own; that of a head which reads everything decays."""
-    here = replace(workload, context=context)
+    """The workload's next token at another context. A user's figure is of its own; a head that reads all decays."""
+    here = replace(workload, context=context, new_tokens=1)
     of_head = drafter.kind is workload.drafter is DrafterKind.HEAD and not drafter.window
     if not (workload.acceptance_length and of_head):
         return here
@@ -95,21 +185,28 @@ def at_context(workload: Workload, context: int, drafter: Drafter) -> Workload:
 
 
 def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
-    """Rows of the workload's kind of text: of the head that it names alone, else the user's near its context, else all.
+    """The user's figure, else rows of the workload's kind of text: of the head that it names, else the user's near its
+    context, else all.
 
     Where the kind of text is not known, all of the head's rows, and none of a drafter that any text may have.
     """
-    if workload.drafter_head and kind is DrafterKind.HEAD:
-        of_head = head_rows(workload.drafter_head)
-        of_head = tuple(row for row in of_head if not (row.text and workload.text) or row.text == workload.text)
-        name = head_settings(workload.drafter_head).row_name() if of_head else ""  # with the window that plans have
-        return tuple(row for row in of_head if row.name == name) or of_head
+    folder, length = workload.drafter_head, workload.acceptance_length
+    name = head_settings(folder).row_name() if folder and kind is DrafterKind.HEAD else EAGLE3
+    if length and workload.drafter is kind:
+        where = f"given: {length:g} tokens a pass"
+        return (DrafterRow(kind, name if kind is DrafterKind.HEAD else str(kind), workload.model, GIVEN_DEPTH,
+                           "measured", where, workload.context, tokens=length),)  # fmt: skip
+    if folder and kind in (DrafterKind.HEAD, DrafterKind.BLOCK):
+        of_head = [row for row in head_rows(folder) if row.kind is kind and row.text in ("", workload.text or row.text)]
+        return [row for row in of_head if row.name == name] or of_head  # with the window that plans have
     if not workload.text:
         return ()
     users = load_drafter_rows(workload.drafter_rows) if workload.drafter_rows else ()
     of_user, shipped = (
         [row for row in rows if (row.kind, row.text) == (kind, workload.text)] for rows in (users, drafter_rows())
     )
+    if kind is DrafterKind.HEAD:  # MTP layers and windows are of models and heads that are named
+        shipped = [row for row in shipped if row.name == EAGLE3]
     return [row for row in of_user if _context_factor(row, workload) <= NEAR_CONTEXT] or [*of_user, *shipped]
 
 
@@ -127,9 +224,11 @@ class ContextDecay:
 
     @classmethod
     def of(cls, name: str) -> ContextDecay:
-        """Of the rows of a drafter whose contexts are known, and that are of no kind of text alone."""
-        rows = (row for row in drafter_rows() if row.name == name and row.context and not row.text)
-        return cls(tuple(sorted(rows, key=lambda row: row.context)))
+        """Of the measurement of a drafter that has most contexts, first one of no kind of text alone."""
+        rows = sorted((row for row in drafter_rows() if row.name == name and row.context), key=_measurement)
+        series = [tuple(group) for _, group in groupby(rows, lambda row: (_measurement(row), row.text))]
+        longest = max(series, key=lambda each: (len(each), not each[0].text))
+        return cls(tuple(sorted(longest, key=lambda row: row.context)))
 
     def tokens(self, context: float) -> float:
         """Tokens of a pass; beyond the rows' contexts those of the nearest."""
@@ -139,10 +238,6 @@ class ContextDecay:
     def tokens_at(self, context: float, tokens: float, measured_at: float) -> float:
         """Tokens of a pass of a drafter that had `tokens` at another context: as many at shorter ones, else fewer."""
         return 1 + (tokens - 1) * min(1.0, (self.tokens(context) - 1) / (self.tokens(measured_at) - 1))
-
-    def acceptance(self, context: float) -> float:
-        """Conditional acceptance of a proposal."""
-        return acceptance_of(self.tokens(context), 1.0, self.rows[0].depth)
 
     def __str__(self) -> str:
         """The first and the last row."""

@@ -48,6 +48,10 @@ class Acceptance:
     source: str
     where: str
 
+    def at(self, depth: int) -> tuple[float, float, float]:
+        """Its low end, best and high end, of however many drafts."""
+        return self.low, self.best, self.high
+
 
 CERTAIN = Acceptance(1.0, 1.0, 1.0, "measured", "the draft reads what the target reads")
 
@@ -95,7 +99,7 @@ class AcceptanceModel:
         """
         speculation = plan.speculation
         if speculation.active and not speculation.self_drafts:
-            return acceptance_of_proposals(plan)
+            return acceptance_of_proposals(plan, speculation.gamma if gamma is None else gamma)
         subject = self._subject(plan, speculation.gamma if gamma is None else gamma, speculation.ratio)
         if not subject.differences:
             return CERTAIN
@@ -110,7 +114,7 @@ class AcceptanceModel:
     def best(self, plan: Plan, gamma: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """The best estimate of `of(plan)` for each of gamma [n] and ratio [n] instead of the plan's own."""
         if plan.speculation.active and not plan.speculation.self_drafts:
-            return np.full(len(gamma), acceptance_of_proposals(plan).best)
+            return np.array([acceptance_of_proposals(plan, max(int(each), 1)).best for each in gamma])
         if not plan_differences(plan):
             return np.ones(len(gamma))
         disagreement = self.fitted.disagreement(self._subject(plan, gamma, ratio).parts)
@@ -221,11 +225,10 @@ class AcceptanceModel:
         return other_text, math.prod(factors), SOURCES.index(row.source)
 
 
-def acceptance_of_proposals(plan: Plan) -> Acceptance:
-    """Acceptance of the proposals of a plan's drafter, by whichever tier verifies them."""
-    drafter = plan.speculation.drafter
-    known = proposal_acceptance(drafter.kind, plan.workload)
-    return Acceptance(known.low, known.best, known.high, known.source, known.where)
+def acceptance_of_proposals(plan: Plan, depth: int) -> Acceptance:
+    """Acceptance of `depth` proposals of a plan's drafter, by whichever tier verifies them."""
+    known = proposal_acceptance(plan.speculation.drafter.kind, plan.workload)
+    return Acceptance(*known.at(depth), known.source, known.where)
 
 
 def spans_of(rows: Iterable[AcceptanceRow], model: str) -> dict[str, tuple[float, float]]:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.planner.acceptance import Acceptance
 from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP
-from ridgeplan.planner.acceptance.drafters import ContextDecay, ProposalAcceptance, at_context, proposal_acceptance
+from ridgeplan.planner.acceptance.drafters import (
+    ContextDecay,
+    ProposalAcceptance,
+    as_published,
+    at_context,
+    proposal_acceptance,
+)
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.export.drafts import BLOCKS, CONTEXTS, HEADS, LOOKUPS, MIN_GAIN, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
@@ -172,7 +178,8 @@ def _ends(placed: Served, drafts: DraftModel) -> str:
         return stops
     workload, gamma = placed.options.plan.workload, drafts.gamma
     batch, end = workload.rank_batch, _end(placed, drafts, rounds)
-    steps = float(rounds.tpot_s(batch, gamma) * pass_tokens(1.0, drafts.acceptance, gamma) / rounds.tpot_s(batch, 0))
+    tokens = pass_tokens(1.0, drafts.acceptance(gamma), gamma)
+    steps = float(rounds.tpot_s(batch, gamma) * tokens / rounds.tpot_s(batch, 0))
     loses = "" if end is None else f", and loses from about {end} tokens of context on"
     if end is not None and end < placed.options.max_model_len and not _stops_heads(placed):
         stops = f"; {title} has no switch for that{stops}"
@@ -194,7 +201,9 @@ def _stops_heads(placed: Served) -> bool:
 def _end(placed: Served, drafts: DraftModel, rounds: EngineRounds) -> int | None:
     """The context from which on an EAGLE-3 head loses at its acceptance there; None if it always wins."""
     workload, gamma = placed.options.plan.workload, drafts.gamma
-    tokens = (float(pass_tokens(1.0, _head_acceptance(workload, context).best, gamma)) for context in CONTEXTS)
+    drafter = Drafter(DrafterKind.HEAD, 1)
+    known = (_head_acceptance(at_context(workload, context, drafter)).at(gamma)[1] for context in CONTEXTS)
+    tokens = (float(pass_tokens(1.0, acceptance, gamma)) for acceptance in known)
     return rounds.loses_from(workload.rank_batch, gamma, list(tokens))
 
 
@@ -210,17 +219,10 @@ def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:
     return replace(drafts, longest=int(longest), gamma=drafts.gamma * (longest > 0))
 
 
-def _head_acceptance(workload: Workload, context: float) -> ProposalAcceptance:
-    """Conditional acceptance of an EAGLE-3 head at a context: the user's figure or rows, else as published."""
-    known = proposal_acceptance(DrafterKind.HEAD, at_context(workload, int(context), Drafter(DrafterKind.HEAD, 1)))
-    return known if known.known else _decayed(known, EAGLE3, context)
-
-
-def _decayed(known: ProposalAcceptance, name: str, context: float) -> ProposalAcceptance:
-    """As a published drafter's decays with the context."""
-    decay = ContextDecay.of(name)
-    best = decay.acceptance(context)
-    return replace(known, best=best, high=max(known.high, best), where=str(decay))
+def _head_acceptance(workload: Workload) -> ProposalAcceptance:
+    """Acceptance of an EAGLE-3 head over a generation: the user's figure or rows, else as published."""
+    known = proposal_acceptance(DrafterKind.HEAD, workload)
+    return known if known.known else as_published(EAGLE3, workload)
 
 
 def _measured(workload: Workload) -> bool:
@@ -267,9 +269,9 @@ def _drafting(placed: Served) -> DraftModel:
     accepted: Acceptance | ProposalAcceptance = options.acceptance
     deepest = limit = 0
     if method in HEADS:
-        known = _head_acceptance(workload, workload.context)
+        known = _head_acceptance(workload)
         if own_layers and not _measured(workload):
-            known = _decayed(known, MTP, workload.context)
+            known = as_published(MTP, workload)
         accepted, deepest = known, min(known.depth, max(EAGLE3_PASS_MS)[0])
         folder = workload.drafter_head
         limit = head_settings(folder).max_context if folder and draft_model == folder else 0

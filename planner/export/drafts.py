@@ -57,11 +57,11 @@ class DraftModel:
     deepest: int = 0
     longest: int = 0
     limit: int = 0
+    end: int = 1  # of the band of `accepted`: 0 low, 1 best, 2 high
 
-    @property
-    def acceptance(self) -> float:
-        """The best estimate of a draft's conditional acceptance."""
-        return self.accepted.best
+    def acceptance(self, gamma: int) -> float:
+        """The conditional acceptance of a round's drafts."""
+        return self.accepted.at(gamma)[self.end]
 
     @property
     def weight_bits(self) -> float:
@@ -95,7 +95,7 @@ class EngineRounds:
         verify_s = self.profile.rates.step_s(self.shape, self.hardware, verified) + self.host_s
         if not gamma:
             return verify_s
-        tokens = float(pass_tokens(self.drafts.hit, self.drafts.acceptance, gamma))
+        tokens = float(pass_tokens(self.drafts.hit, self.drafts.acceptance(gamma), gamma))
         if self.drafts.method in LOOKUPS:
             return verify_s / tokens
         if self.drafts.method == "eagle3":
@@ -106,7 +106,7 @@ class EngineRounds:
             kv=rates.kv_rate(dtype.kind),
         )  # fmt: skip
         draft_s = rates.step_s(self.drafts.shape or self.shape, self.hardware, draft)
-        return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance, gamma))
+        return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance(gamma), gamma))
 
     def loses_from(self, batch: int, gamma: int, tokens: Sequence[float]) -> int | None:
         """The shortest of CONTEXTS from which on rounds of gamma drafts lose against plain decoding; None if they win.
@@ -116,7 +116,7 @@ class EngineRounds:
         longest_win = 0
         for context, tokens_here in zip(CONTEXTS, tokens, strict=True):
             here = replace(self, target=replace(self.target, context=float(context)))
-            pass_s = here.tpot_s(batch, gamma) * pass_tokens(self.drafts.hit, self.drafts.acceptance, gamma)
+            pass_s = here.tpot_s(batch, gamma) * pass_tokens(self.drafts.hit, self.drafts.acceptance(gamma), gamma)
             if pass_s < tokens_here * here.tpot_s(batch, 0):
                 longest_win = context
         return None if longest_win == CONTEXTS[-1] else longest_win

@@ -215,8 +215,7 @@ def _times(running: Served) -> tuple[EngineTimes | None, str]:
     if rounds is None:
         return None, UNPREDICTED_DRAFTS
     gamma, accepted = drafts.gamma_at(batch), drafts.accepted
-    ends = (accepted.high, accepted.best, accepted.low)
-    of_ends = (replace(rounds, drafts=replace(drafts, accepted=replace(accepted, best=end))) for end in ends)
+    of_ends = (replace(rounds, drafts=replace(drafts, end=end)) for end in (2, 1, 0))
     fast_s, tpot_s, slow_s = (float(at_end.tpot_s(batch, gamma)) for at_end in of_ends)
     times = _banded(running, [running.kv, drafts.kv], tpot_s, plain_s)
     source = max(times.source, accepted.source, key=SOURCES.index)

@@ -75,7 +75,7 @@ def test_a_plan_and_its_export_agree_to_the_digit(question: dict) -> None:
 )
 def test_a_plan_with_a_drafter_and_its_export_agree(asked: dict, drafts: dict) -> None:
     options = SearchOptions(backend="vllm", new_tokens=1024, **asked)
-    answer = recommend("Llama-3.1-8B", "h200", 4096, options)
+    answer = recommend("Llama-3.1-8B", "h200", 16384, options)
     assert answer.plan.speculation.drafter.active
     agree(answer, exported(answer, options, **drafts)[0])
 

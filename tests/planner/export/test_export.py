@@ -243,7 +243,7 @@ def test_vllm_stops_a_head_where_it_loses(request_for: Callable[..., ServeComman
     rows[1]["acceptance"] = 0.1
     profile.write_text(json.dumps({"measurement_conditions": {"rows": rows}}))
     shorter = replace(
-        with_head, plan=replace(with_head.plan, workload=replace(workload, context=4096, new_tokens=32768))
+        with_head, plan=replace(with_head.plan, workload=replace(workload, context=4096, new_tokens=57344))
     )
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
     config, text = exported(shorter)
@@ -269,11 +269,11 @@ def test_passes_with_a_head_take_what_vllm_took(
     assert running.drafts is not None
     rounds = rounds_of(running, running.drafts)
     assert rounds is not None
-    tokens = tokens_per_round(running.drafts.acceptance, drafts)
+    tokens = tokens_per_round(running.drafts.acceptance(drafts), drafts)
     assert 1e3 * rounds.tpot_s(batch, drafts) * tokens == pytest.approx(pass_ms, rel=0.03)
     text = next(each.engine for each in axes if each.axis == "drafts")
     assert ("loses from about" in text) == (context == 4096)  # as the figure is of this context
-    assert "issue 684" in text
+    assert "pull request 684" in text
 
 
 def test_a_plans_own_head_is_the_engines_draft_model(
@@ -496,7 +496,7 @@ def test_every_round_reads_the_weights_on_the_host_once(request_for: Callable[..
     assert rounds is not None
     slower = replace(rounds, host_s=rounds.host_s + 0.1)
     for gamma in (0, 3):
-        read_s = 0.1 / float(tokens_per_round(running.drafts.acceptance, gamma))
+        read_s = 0.1 / float(tokens_per_round(running.drafts.acceptance(gamma), gamma))
         assert slower.tpot_s(16, gamma) - rounds.tpot_s(16, gamma) == pytest.approx(read_s)
 
 
