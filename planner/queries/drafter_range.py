@@ -15,55 +15,59 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan
 
-UNIT, STEPS_PER_OCTAVE = 1024, 4  # of contexts
+UNIT, STEPS_PER_OCTAVE = 1024, 4  # of contexts, before the last one at which it wins is found to a unit
 
 
 @dataclass(frozen=True)
 class DrafterRange:
-    """Contexts at which a drafter pays. loses_from: tokens from which on it never does; None if it does up to `last`, 0
-    if it does nowhere.
+    """Contexts at which a drafter pays. loses_from: tokens, in units of 1024, beyond which it never does; None if it
+    does up to `last`, 0 if it does nowhere.
 
-    assumed: of its acceptance by context, in words, if no row says it; "" otherwise.
+    against: what it is compared with. assumed: of its acceptance by context, in words, if no row says it; "" otherwise.
     """
 
     loses_from: int | None
     last: int
+    against: str
     assumed: str
 
     def __str__(self) -> str:
         """In words."""
-        assumed = self.assumed and f", {self.assumed}"
+        rest = f" against {self.against}{self.assumed and f', {self.assumed}'}"
         if self.loses_from == 0:
-            return f"loses at all contexts{assumed}"
+            return f"loses at all contexts{rest}"
         if self.loses_from is None:
-            return f"pays up to {tokens_text(self.last)} tokens of context{assumed}"
-        return f"loses from about {tokens_text(self.loses_from)} tokens of context on{assumed}"
+            return f"pays up to {tokens_text(self.last)} tokens of context{rest}"
+        return f"loses from about {tokens_text(self.loses_from)} tokens of context on{rest}"
 
 
 def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> DrafterRange | None:
     """Where the plan's rounds beat plain decoding, and self-drafts alone in a cascade; None without a drafter.
 
-    Acceptance at each context is that of the rows nearest to it (`acceptance.drafters.proposal_acceptance`).
+    Acceptance is that of the next token at each context (`acceptance.drafters.at_context`).
     """
     speculation, workload = plan.speculation, plan.workload
     if not speculation.drafter.active:
         return None
     last = max(int(workload.yarn_factor * shape.max_context), workload.context)
-    steps = np.arange(0, max(np.log2(last / UNIT), 0), 1 / STEPS_PER_OCTAVE)
-    contexts = sorted({*(UNIT * int(units) for units in np.round(2**steps)), last})
-    at = {context: at_context(workload, context, speculation.drafter) for context in contexts}
-    known = {proposal_acceptance(speculation.drafter.kind, each).best for each in at.values()}
-    decays = len({each.acceptance_length for each in at.values()}) > 1
-    assumed = "if it decays as EAGLE-3 was published to" if decays else "at the same acceptance" * (len(known) == 1)
     without = range(speculation.gamma + 1) if speculation.drafter.cascades else (0,)
-    end: int | None = None
-    for context in reversed(contexts):
-        here = replace(plan, workload=at[context])
+
+    def wins(context: int) -> bool:
+        here = replace(plan, workload=at_context(workload, context, speculation.drafter))
         model = AcceptanceModel.of_profile(shape, context, profile)
         *other, drafted = estimate_kinds(here, shape, machine, model, [*without, speculation.round_kind]).tpot_s
-        if drafted < min(other):
-            break
-        end = context
-    else:
-        end = 0
-    return DrafterRange(end, last, assumed)
+        return bool(drafted < min(other))
+
+    steps = np.arange(0, max(np.log2(last / UNIT), 0), 1 / STEPS_PER_OCTAVE)
+    contexts = [0, *sorted({*(UNIT * int(units) for units in np.round(2**steps)), last})]
+    place = next((place for place in range(len(contexts) - 1, 0, -1) if wins(contexts[place])), 0)
+    end: int | None = None
+    if place < len(contexts) - 1:
+        between = range(contexts[place + 1] - UNIT, contexts[place], -UNIT)
+        end = next((context for context in between if wins(context)), contexts[place])
+    at = [at_context(workload, context, speculation.drafter) for context in contexts[1:]]
+    decays = len({each.acceptance_length for each in at}) > 1
+    known = {round(proposal_acceptance(speculation.drafter.kind, each).best, 3) for each in at}
+    assumed = "if it decays as EAGLE-3 was published to" if decays else "at the same acceptance" * (len(known) == 1)
+    against = "self-drafts alone" if speculation.drafter.cascades else "plain decoding"
+    return DrafterRange(end, last, against, assumed)
