@@ -321,10 +321,11 @@ def predict_all(
 def predict_question(plans: Sequence[Plan], question: Question) -> list[Prediction]:
     """Predictions of plans on a question's model, machine and engine.
 
-    Raises PlanError for a plan that a profiled engine does not run. Those that the plugin lacks are predicted.
+    Raises PlanError for a plan of which a profiled engine has no times. Those that the plugin lacks are predicted.
     """
     for plan in plans if question.engine is not None else ():
-        question.require_engine_runs(plan)
+        if not question.priced(plan):
+            question.require_engine_runs(plan)
     return predict_all(plans, question.shape, question.profile, question.machine, engine=question.engine)
 
 

@@ -217,6 +217,14 @@ class Question:
         """What the backend lacks to execute a plan, or the profile to predict it; None if nothing."""
         return unsupported(plan, self.options.backend, self.shape, self.profile)
 
+    def priced(self, plan: Plan) -> bool:
+        """Whether the engine's times cover a plan: as a step of a head also one with a block drafter, an estimate."""
+        speculation = plan.speculation
+        if speculation.drafter.kind is DrafterKind.BLOCK:
+            drafter = replace(speculation.drafter, kind=DrafterKind.HEAD)
+            plan = replace(plan, speculation=replace(speculation, drafter=drafter))
+        return self.unsupported(plan) is None
+
     def require_engine_runs(self, plan: Plan) -> None:
         """Raises PlanError where the question names an engine that does not run the plan, and so has no times of it."""
         missing = None

@@ -245,8 +245,8 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
         offload = question.options.offload and not fits_whole(question)
         known = question_families(question, offload)
         searched = tuple(family for family in known if missing_cost_model(family.template, question.shape) is None)
-        if question.engine is not None:  # whose times hold for no plan that it does not run
-            searched = tuple(family for family in searched if question.unsupported(family.template) is None)
+        if question.engine is not None:  # whose times hold for few plans that it does not run
+            searched = tuple(family for family in searched if question.priced(family.template))
     best = figures_of(searched, question, (question.workload,), (question.workload.batch,)).best_of_families
     offloads = best.host_bytes[0, :, 0] > 0
     return [

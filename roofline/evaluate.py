@@ -119,7 +119,8 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
 def engine_round(shape: ModelShape, machine: Machine, engine: EngineRates, strategy: Strategy) -> Round:
     """A round of an engine, halfway through the generation: a plain step, or a pass that verifies proposals.
 
-    A lookup is not priced, which engines do on the host. A head is priced as `eagle3_draft_seconds`.
+    A lookup is not priced, which engines do on the host. A head is priced as `eagle3_draft_seconds`, a block
+    drafter like one step of it.
     """
     context = strategy.context + strategy.new_tokens / 2
     step = engine.step_of(strategy, context)
@@ -127,7 +128,9 @@ def engine_round(shape: ModelShape, machine: Machine, engine: EngineRates, strat
     if not proposes(strategy):
         return Round(0, 0.0, plain_s, 0.0, 0.0, 0.0)
     verify_s = engine.step_s(shape, machine, replace(step, queries=1 + strategy.proposals))
-    head_s = plain_s + strategy.proposals * eagle3_draft_seconds(strategy.batch, context) - verify_s
+    steps = where(strategy.proposes_block, 1, strategy.proposals)
+    step_verify_s = engine.step_s(shape, machine, replace(step, queries=1 + steps))
+    head_s = plain_s + steps * eagle3_draft_seconds(strategy.batch, context) - step_verify_s
     propose_s = strategy.proposing * strategy.uses_head * maximum(head_s, 0)
     return Round(0, 0.0, verify_s, 0.0, 0.0, 0.0, propose_s=propose_s)
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP, DrafterRow
+from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP, NOT_STATED, DrafterRow
 from ridgeplan.roofline.catalog.families import draft_head_keys, mtp_layers_of
 from ridgeplan.roofline.catalog.files import json_or, read_document
 from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.execution import MAX_GAMMA
-from ridgeplan.roofline.plan.plan import DrafterKind, PlanError
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, DrafterKind, PlanError
 
 NAME, CONFIG = "speculation_profile.json", "config.json"
 ROWS = "rows"
+METHODS = {
+    "eagle3": (DrafterKind.HEAD, EAGLE3), "mtp": (DrafterKind.HEAD, MTP), "dflash": (DrafterKind.BLOCK, "DFlash"),
+    "dflash2": (DrafterKind.BLOCK, "DFlash2"), "dspark": (DrafterKind.BLOCK, "DSpark"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class HeadSettings:
 
     def row_name(self, window: int | None = None) -> str:
         """The drafter's in rows, with a window that it reads; by default its own, 0 for none."""
-        name, window = MTP if self.method == "mtp" else EAGLE3, self.window if window is None else window
+        (_, name), window = METHODS[self.method], self.window if window is None else window
         return f"{name} with a window of {window}" if window else name
 
 
@@ -75,12 +77,21 @@ def head_rows(folder: str) -> tuple[DrafterRow, ...]:
     valid = isinstance(rates, list) and all(isinstance(rate, (int, float)) and 0 <= rate <= 1 for rate in rates)
     if not valid or not isinstance(depth, int) or not 0 < len(rates) <= MAX_GAMMA:
         raise PlanError(f"conditional_accept_rates of {brief(folder)} are {brief(rates)}; allowed: shares of 0 to 1")
-    row = DrafterRow(
-        kind=DrafterKind.HEAD, name=str(keys.get("method") or "eagle3"), model="not stated", depth=len(rates),
-        source="measured", where=f"{NAME}: {brief(conditions.get('dataset', 'dataset not stated'))}",
-        tokens=1 + sum(accumulate(map(float, rates), mul)),
+    settings = head_settings(folder)
+    method = keys.get("method") or settings.method  # producers may leave it out
+    if method not in METHODS:
+        raise PlanError(f"method of {brief(folder)} is {brief(method)}; allowed: {', '.join(METHODS)}")
+    kind, name = METHODS[method]
+    prompt, lengths = conditions.get("isl"), keys.get("acceptance_length_histogram")
+    passes = [count for count in lengths.values() if isinstance(count, int)] if isinstance(lengths, dict) else []
+    return (
+        DrafterRow(
+            kind=kind, name=settings.row_name() if method == settings.method else name, model=NOT_STATED,
+            depth=len(rates), source="measured", rounds=max(sum(passes), 0), acceptance_at=tuple(rates),
+            where=f"{NAME}, {brief(conditions.get('dataset', 'of a text that it does not name'))}",
+            context=min(prompt, MAX_TOKENS) if isinstance(prompt, int) and prompt > 0 else 0,
+        ),
     )  # fmt: skip
-    return (row,)
 
 
 def profile_document(

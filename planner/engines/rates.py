@@ -281,10 +281,10 @@ class EngineProfile:
         return replace(machine, round_s=machine.round_s + overhead_s, drafted_round_s=PLUGIN_ROUND_S)
 
     def plan_certainty(self, plan: Plan, shape: ModelShape) -> tuple[str, float]:
-        """`certainty` of a plan's round."""
+        """`certainty` of a plan's round: as little with a block drafter as with lookups."""
         kv, bits = self.kv_dtype(plan), FULL_BITS if plan.weights.target_bits == 16 else HALF_BITS
         source, spread = self.certainty(self.step(plan.workload, bits, kv), DTYPES[kv].kind, shape)
-        lookup = plan.speculation.drafter.kind is DrafterKind.SUFFIX
+        lookup = plan.speculation.drafter.kind in (DrafterKind.SUFFIX, DrafterKind.BLOCK)
         return certainty_of_drafts(source, spread, lookup) if plan.speculation.active else (source, spread)
 
     def is_measured(self, plan: Plan, shape: ModelShape) -> bool:

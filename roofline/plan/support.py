@@ -45,6 +45,8 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
     if backend is Backend.VLLM_PLUGIN:
         return not_carried(plan, shape) or uncalibrated(plan, profile)
     missing = _missing_in(plan, backend, shape)
+    if len(missing) == 1 and plan.speculation.drafter.kind is DrafterKind.BLOCK:
+        return f"estimated only: passes of {backend} with a block drafter were not measured"
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
 
