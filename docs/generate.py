@@ -80,7 +80,7 @@ def drafter_acceptance() -> str:
     """Every row of a drafter: hits, conditional acceptance, and tokens of a pass."""
     rows = [
         (
-            row.name, row.text or "not stated", row.model, f"{row.context}" if row.context else "not stated",
+            row.name, row.text or "other", row.model, f"{row.context}" if row.context else "not stated",
             f"{row.depth}", f"{row.hit:.0%}" if row.hit < 1 else "", f"{row.proposal_acceptance:.2f}",
             f"{row.pass_tokens:.2f}", row.source, row.where,
         )

@@ -122,8 +122,8 @@ def report_drafters(
     if drafter_head and HEAD in drafter:
         echo(f"saved to {path}")
     if rows is not None:
-        use = f"plan --text {kind}" if kind else "no plan: their kind of text is not stated (--kind)"
-        echo(f"saved to {rows}, for {use}")
+        use = f"`plan --text {kind}` uses the rows" if kind else "no plan uses rows without a kind of text (--kind)"
+        echo(f"saved to {rows}; {use}")
 
 
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")

@@ -313,7 +313,7 @@ def test_a_draft_head_is_trained_measured_planned_with_and_executed(
     drafters = ("--ctx", "64", "--tokens", "16", "--drafter", "head", "suffix", "--drafter-head", str(head))
     measured = invoke("acceptance", model, *text, "--kind", "prose", *drafters, "--output", str(output))
     assert measured.exit_code == 0, measured.output
-    assert f"saved to {output}, for plan --text prose" in measured.output
+    assert f"saved to {output}; `plan --text prose` uses the rows" in measured.output
     rows = load_drafter_rows(output)
     assert [(row.kind, row.context, row.depth) for row in rows] == [("head", 64, 4), ("suffix", 64, 4)]
     assert load_rows(output) == ()
