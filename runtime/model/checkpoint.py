@@ -58,6 +58,8 @@ APART = (
     ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj", "g_proj"),
 )
 ALTERNATING = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's projections of a gated delta rule
+# Of a language model inside another, by transformers of several versions.
+INNER_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(?:model\.)?language_model\.(?:model\.)?": "model."}
 # Tensors that change no token of the decoder: RoPE's frequencies, scales of a cache in fp8, layers of multi-token
 # prediction, and parts beside the language model.
 UNUSED = re.compile(
@@ -531,7 +533,7 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype, sto
     options = {
         "config": config, "dtype": dtype, "output_loading_info": True, "use_safetensors": True,
         "ignore_mismatched_sizes": True,  # they are reported here
-        **EAGER,
+        "key_mapping": INNER_NAMES, **EAGER,
     }  # fmt: skip
     with _reading(source):
         _require_layers(source, shape.layers)

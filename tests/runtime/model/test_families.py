@@ -127,6 +127,32 @@ def test_padded_heads_run_in_every_format_and_are_priced_as_they_are_held(model_
     assert priced == as_loaded(stored) and sizes_of(priced) == sizes_of(held)
 
 
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
+    "image_size": 28, "patch_size": 14, "num_channels": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("outer", "family"), [("gemma3", "gemma3_text"), ("gemma4", "gemma4_text"), ("mistral3", "mistral")]
+)
+def test_the_language_model_of_a_model_of_images_is_read(outer, family, tmp_path, make_plan, prompts):
+    """Its tensors have the names of where it stands in the other; those beside it are left."""
+    torch.manual_seed(0)
+    text = SIZES | FAMILIES[family] | {"model_type": family, "initializer_range": 0.2}
+    vision = VISION | ({"model_type": "pixtral"} if outer == "mistral3" else {})
+    tied = family != "mistral"
+    config = transformers.AutoConfig.for_model(
+        outer, text_config=text, vision_config=vision, image_token_id=0, image_token_index=0, tie_word_embeddings=tied
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    model.save_pretrained(tmp_path)
+    ids = [[1 + token % 127 for token in prompts(20)[0]]]
+    expected = model.generate(torch.tensor(ids), max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 20:]
+    plan = make_plan(context=20, new_tokens=8)
+    assert runtime.load(plan, str(tmp_path), device="cpu").generate(ids, 8).tokens == [expected.tolist()]
+
+
 def test_no_family_is_executed_untested():
     tested_elsewhere = {"llama", "qwen2", "qwen3", *HYBRIDS, *MOE_SIZES, *LATENT_SIZES}
     assert set(FAMILIES) | tested_elsewhere >= set(executable_architectures())
