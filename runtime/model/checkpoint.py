@@ -41,7 +41,7 @@ from ridgeplan.runtime.model.gguf import MANIFEST
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear, Mxfp4, Stored
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, Norm, ParallelNorm, RMSNorm
-from ridgeplan.runtime.model.packed_weights import StoredTensors
+from ridgeplan.runtime.model.packed_weights import INNER_NAMES, StoredTensors
 from ridgeplan.runtime.model.weights import (
     MLP,
     AttentionWeights,
@@ -58,8 +58,6 @@ APART = (
     ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj", "g_proj"),
 )
 ALTERNATING = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's projections of a gated delta rule
-# Of a language model inside another, by transformers of several versions.
-INNER_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(?:model\.)?language_model\.(?:model\.)?": "model."}
 # Tensors that change no token of the decoder: RoPE's frequencies, scales of a cache in fp8, layers of multi-token
 # prediction, and parts beside the language model.
 UNUSED = re.compile(

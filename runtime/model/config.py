@@ -35,11 +35,13 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     source: where the model was read from. Raises ModelError for families, activations, sizes or rotary embeddings
     that the decoder does not support.
     """
+    quantized = getattr(hub, "quantization_config", None)  # a model of images has it beside its text_config
     hub = hub.get_text_config()
     _require(hub.model_type in executable_architectures(), "model_type", hub.model_type, executable_architectures())
     hub = _stretched(hub, yarn_factor)
     family = families()[hub.model_type]
     keys: dict[str, Any] = {**family.defaults, **hub.to_dict()}
+    keys |= {} if quantized is None else {"quantization_config": quantized}
     activation = str(keys.get("hidden_activation") or keys.get("hidden_act"))
     _require(activation in ACTIVATIONS, "hidden_act", activation, tuple(ACTIVATIONS))
     causal = keys.get("use_bidirectional_attention") != "all"  # of embedding models

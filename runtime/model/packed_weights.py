@@ -9,6 +9,7 @@ Layouts are those that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from ridgeplan.runtime.errors import ModelError, failures_as
 
 Parts = Mapping[str, Tensor]
 Settings = Mapping[str, Any]  # `quantization_config` of the checkpoint's config.json
+# Beginnings of names of a language model inside another, and those of one by itself.
+INNER_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(?:model\.)?language_model\.(?:model\.)?": "model."}
 WORD_BITS = 32
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each 4 bits of a word
 
@@ -124,15 +127,15 @@ def _over_blocks(scale: Tensor, block: Sequence[int], weight: Tensor) -> Tensor:
 class StoredTensors:
     """A checkpoint's tensors by name, read and decoded on each access. Nothing is cached, to save memory.
 
-    shape: whose sizes matrices have; None for any. files: the file of every stored tensor. keeps_blocks: whether a GGUF
-    file's weights stay in blocks. unread: tensors that were not read yet.
+    shape: whose sizes matrices have; None for any. files: the file of every stored tensor, and its name there.
+    keeps_blocks: whether a GGUF file's weights stay in blocks. unread: tensors that were not read yet.
     """
 
     source: str
     shape: ModelShape | None
     dtype: torch.dtype
     settings: Settings
-    files: dict[str, Path]
+    files: dict[str, tuple[Path, str]]
     keeps_blocks: bool = False
     unread: set[str] = field(default_factory=set)
 
@@ -142,12 +145,12 @@ class StoredTensors:
         *, keeps_blocks: bool = False,
     ) -> StoredTensors:  # fmt: skip
         """The tensors in safetensors `files`. Raises ModelError for one that cannot be read."""
-        paths: dict[str, Path] = {}
+        places: dict[str, tuple[Path, str]] = {}
         with failures_as(f"cannot load the model {source}"):
             for path in files:
                 with safe_open(path, framework="pt") as file:
-                    paths |= dict.fromkeys(file.keys(), path)
-        return cls(source, shape, dtype, settings, paths, keeps_blocks, set(paths))
+                    places |= {_unnested(name): (path, name) for name in list(file.keys())}
+        return cls(source, shape, dtype, settings, places, keeps_blocks, set(places))
 
     def get(self, name: str, *default: Any) -> Any:
         """The tensor, or a default where there is none. Raises ModelError for a missing or a misshapen one."""
@@ -185,8 +188,16 @@ class StoredTensors:
     def _read(self, name: str) -> Tensor:
         """A copy, which does not keep the whole file mapped."""
         self.unread.discard(name)
-        with failures_as(f"cannot load the model {self.source}"), safe_open(self.files[name], framework="pt") as file:
-            return file.get_tensor(name).clone()
+        path, stored = self.files[name]
+        with failures_as(f"cannot load the model {self.source}"), safe_open(path, framework="pt") as file:
+            return file.get_tensor(stored).clone()
+
+
+def _unnested(name: str) -> str:
+    """A tensor's name in a language model by itself."""
+    for inside, outside in INNER_NAMES.items():
+        name = re.sub(inside, outside, name)
+    return name
 
 
 def stored_name(name: str, kind: int, part: str) -> str:

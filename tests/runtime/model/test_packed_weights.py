@@ -209,6 +209,20 @@ def test_experts_are_packed_one_by_one(tiny_model: Any, tmp_path: Path, make_pla
     assert torch.equal(mlp.router, expected["model.layers.1.mlp.gate.weight"])
 
 
+def test_a_language_model_inside_another_is_decoded(tiny_model: Any, tmp_path: Path, make_plan: Any) -> None:
+    """As Ministral 3 is published: in fp8, beside a vision tower."""
+    folder, expected = rewritten(tiny_model("mistral").folder, tmp_path / "inner", "fp8-blocks")
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | {"vision_tower.norm.weight": torch.ones(4)}, folder / "model.safetensors")
+    inner = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "mistral3", "quantization_config": inner.pop("quantization_config"), "text_config": inner}
+    (folder / "config.json").write_text(json.dumps(outer))
+    weights = runtime.load(make_plan(), str(folder), device="cpu").weights
+    name = "model.layers.1.mlp.down_proj.weight"
+    torch.testing.assert_close(weights.layers[1].mlp.down.weight, expected[name], rtol=1e-6, atol=1e-7)
+    assert torch.equal(weights.head.weight, expected["lm_head.weight"])
+
+
 def test_mxfp4_experts_are_read_as_stored(tiny_model: Any, tmp_path: Path, make_plan: Any, prompts: Any) -> None:
     """As gpt-oss is published: both projections of all experts in blocks of 32, everything else in full precision."""
     model = tiny_model("gpt_oss")
