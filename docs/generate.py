@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.export.rules import rules
 from ridgeplan.planner.quality import AGREEMENT, EARLY_RECALL, FIDELITY, LATE_RECALL
 from ridgeplan.roofline.catalog.profile import load_profile
+from ridgeplan.roofline.execution import runs_integers
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.validate.papers.comparison import Cell, compare_all, targets_of
 from ridgeplan.validate.papers.rows import list_engines
@@ -340,17 +342,17 @@ def expert_products(name: str) -> str:
     return table(("rows x hidden, experts of a token x width", *formats.values()), lines)
 
 
-def integer_products(name: str) -> str:
-    """Products on integer tensor cores beside today's: a line for each number of bits and rows."""
-    shapes = {"qkv": "6144 x 4096", "out": "4096 x 4096", "gate_up": "28672 x 4096", "down": "4096 x 14336"}
+def products_of_codes(name: str) -> str:
+    """Products of the shipped kernels with low-bit weights: a line for each number of bits and rows."""
+    measured = {(row["kernel"], row["shape"]): row["ours_us"] for row in result(name)["rows"]}
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     lines = []
-    for section in sorted(result(name)["sections"], key=lambda section: (section["bits"], section["rows"])):
-        cells = [section["products"][product] for product in shapes]
-        layer = section["again"]["today"], section["again"]["best of each"]
-        times = [(cell["today"], cell["best"]) for cell in cells] + [layer]
-        sizes = str(section["bits"]), str(section["rows"])
-        lines.append((*sizes, *(f"{today:.1f} -> {best:.1f}" for today, best in times)))
-    return table(("bits", "rows", *shapes.values(), "a layer"), lines)
+    for bits, rows in product((4, 8), (1, 4, 8, 16)):
+        times = [f"{measured[f'linear_int{bits}', f'{rows} x {width} -> {outputs}']:.1f}" for outputs, width in shapes]
+        of_integers = [runs_integers(bits, rows, width) for _, width in shapes]
+        cells = (f"*{us}*" if integer else us for us, integer in zip(times, of_integers, strict=True))
+        lines.append((str(bits), str(rows), *cells))
+    return table(("bits", "rows", *(f"{outputs} x {inputs}" for outputs, inputs in shapes)), lines)
 
 
 def verdict_svg(model: str, gpu: str, context: str) -> str:
@@ -454,7 +456,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         kernels,
         kernel_targets,
         expert_products,
-        integer_products,
+        products_of_codes,
         accuracy_tables.accuracy,
         acceptance_tables.acceptance_errors,
         acceptance_tables.decode_acceptance,
