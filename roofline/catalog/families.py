@@ -23,7 +23,8 @@ class Family:
     which layers have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
     (`max_window_layers` on), "none", "keys" (as these say, of a family without a table: all without other keys).
     output_gate: attention's output is gated. full_every: every n-th layer has full attention, the others a state.
-    routing: fields of `layers.Routing` beside those that keys give. traits: of `model_shape.TRAITS`.
+    routing: fields of `layers.Routing` beside those that keys give. traits: of `model_shape.TRAITS`. trained_contexts:
+    tokens that YaRN's factor refers to, of models with another limit, by that limit.
 
     What only the runtime reads: executed: whether it runs these models. hub_type: the `model_type` of the class in
     transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a
@@ -44,6 +45,7 @@ class Family:
     full_every: int = 0
     routing: Mapping[str, Any] = field(default_factory=dict)
     traits: tuple[str, ...] = ()
+    trained_contexts: Mapping[str, int] = field(default_factory=dict)
     executed: bool = False
     hub_type: str = ""
     norms: str = "before"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ridgeplan.roofline.catalog.families import Family, families
 from ridgeplan.roofline.catalog.layers import MLP, Attention, LayerGroup, State, counted, trusted
 from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
 from ridgeplan.roofline.catalog.validation import (
@@ -183,14 +184,9 @@ class BadModelFile(ValueError):
     """A config.json or GGUF file that is missing, damaged, or describes a model that is not supported."""
 
 
-QWEN3_TRAINED_CONTEXT = 32_768
-QWEN3_MAX_CONTEXT = 40_960  # which leaves 8,192 tokens for a prompt beside 32,768 of output
-
-
 def trained_context(architecture: str, max_context: int) -> int:
-    """Tokens that YaRN's factor refers to: the model's limit, but for Qwen3 what its model card says (32,768)."""
-    qwen3 = architecture.startswith("qwen3") and max_context == QWEN3_MAX_CONTEXT
-    return QWEN3_TRAINED_CONTEXT if qwen3 else max_context
+    """Tokens that YaRN's factor refers to: the model's limit, unless its family says otherwise."""
+    return families().get(architecture, Family()).trained_contexts.get(str(max_context), max_context)
 
 
 @dataclass(frozen=True, kw_only=True)
