@@ -80,9 +80,12 @@ class Family:
             return round_shape(gamma)
         if not drafter.cascades:
             return RoundShape(gamma, 0, gamma)
+        if self.template.speculation.adaptive:
+            return RoundShape(gamma, drafter.passes, drafter.depth)
+        depth = min(drafter.depth, gamma - 1)  # a pass adds a token to its proposals
         known = proposal_acceptance(drafter.kind, self.template.workload)
-        passes = math.ceil(gamma / float(pass_tokens(known.hit, known.at(drafter.depth)[1], drafter.depth)))
-        return RoundShape(gamma, min(gamma, max(passes, -(-gamma // (drafter.depth + 1)))), drafter.depth)
+        passes = math.ceil(gamma / float(pass_tokens(known.hit, known.at(depth)[1], depth)))
+        return RoundShape(gamma, min(gamma, max(passes, -(-gamma // (depth + 1)))), depth)
 
 
 def families(
@@ -124,10 +127,10 @@ def question_families(question: Question, offload: bool, workload: Workload | No
 def is_searched(plan: Plan) -> bool:
     """Whether a search considers a plan: not where nothing is known of its drafts, or of its drafter on such a text.
 
-    A single new token follows the prompt, so that there is none to draft.
+    A single new token follows the prompt, so that there is none to draft. Plans that adapt belong to fixed ones.
     """
     drafter = plan.speculation.drafter
-    if plan.speculation.active and plan.workload.new_tokens == 1:
+    if plan.speculation.adaptive or (plan.speculation.active and plan.workload.new_tokens == 1):
         return False
     known = not drafter.active or proposal_acceptance(drafter.kind, plan.workload).known
     return known and plan.speculation.selection.searched
@@ -207,6 +210,8 @@ def family_of(name: str, template: Plan) -> Family:
     drafter = speculation.drafter
     if drafter.active and not drafter.cascades:  # no more proposals than were measured
         gammas = GAMMAS[: proposal_acceptance(drafter.kind, template.workload).depth]
+    elif drafter.active:  # a round of one draft has no use for proposals
+        gammas = (speculation.gamma,) if speculation.adaptive else GAMMAS[1:]
     gammas = gammas[: max(template.workload.new_tokens - 1, 1)]
     return Family(
         name,

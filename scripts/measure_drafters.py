@@ -46,7 +46,6 @@ from ridgeplan.roofline.plan.plan import (
     Speculation,
     TextKind,
     Weights,
-    Workload,
 )
 from ridgeplan.roofline.plan.presets import autoregressive, preset
 from ridgeplan.runtime import Engine, SamplingParams, WorkloadError
@@ -60,7 +59,7 @@ from ridgeplan.validate.prompts import LIKELY_CHARACTERS_PER_TOKEN, prompt_batch
 SHAPE = "Llama-3.1-8B"
 WORKLOADS = ("4096x1", "122880x1", "32768x1", "32768x8")  # the first three share their weights
 NEW_TOKENS = 256
-DEPTH, PASSES = 4, 3  # of suffix proposals, and of the largest round that adapts
+DEPTH, SELF_DRAFTS = 4, 3  # of suffix proposals, and without a drafter
 HEAD_DEPTH = 3  # as of the passes that were measured in vLLM
 PROMPT_BYTES = 8 << 30  # that a prefill may take
 NOT_MEASURED = ("prefill", "peak memory", "speed-up over plain decoding")  # of plans that share a prefill
@@ -78,13 +77,6 @@ def name_of(plan: Plan) -> str:
     if drafter.kind is DrafterKind.HEAD and drafter.depth != HEAD_DEPTH:
         kind += f", {drafter.depth} proposals"
     return f"{kind} cascade" if drafter.cascades else kind
-
-
-def adaptive_cascade(workload: Workload) -> Plan:
-    """Rounds that adapt: plain steps, self-drafts, suffix proposals to the target, and cascades."""
-    drafter, plan = Drafter(DrafterKind.SUFFIX, DEPTH, PASSES), preset("cascade", workload)
-    changes = {"gamma": PASSES * (1 + DEPTH), "drafter": drafter, "adaptive": True}
-    return replace(plan, speculation=replace(plan.speculation, **changes))
 
 
 def weights_of(plan: Plan, without: Plan) -> Weights:
@@ -107,12 +99,12 @@ def plans_for(model: InflatedModel, ask: dict[str, Any], kind: str, head: str) -
         speculation = Speculation(depth, drafter=Drafter(drafter, depth, window=window))
         return replace(cascade, kv=KVCache(KVFormat.INT8), speculation=speculation)
 
-    self_drafts = replace(cascade, speculation=replace(cascade.speculation, gamma=PASSES, drafter=Drafter()))
+    self_drafts = replace(cascade, speculation=replace(cascade.speculation, gamma=SELF_DRAFTS, drafter=Drafter()))
     plans = {"none": without, "self-drafts": self_drafts}
     window = head_settings(head).window if head else 0
     others = [to_target(DrafterKind.SUFFIX, DEPTH), cascade]
     others += [to_target(DrafterKind.HEAD, HEAD_DEPTH, window)] if head else []
-    others += [adaptive_cascade(workload)]
+    others += [preset("adaptive-cascade", workload)]
     if head:
         drafter = Drafter(DrafterKind.HEAD, HEAD_DEPTH, 2, window=window)
         others += [replace(cascade, speculation=replace(cascade.speculation, drafter=drafter))]
@@ -151,7 +143,7 @@ class Bench:
     def random_cell(self, context: int, batch: int) -> None:
         """Measures the missing rows on random tokens."""
         workload = workload_for(self.model.shape, self.profile, context, self.new_tokens, batch, yarn=True)
-        adaptive = replace(adaptive_cascade(workload), weights=Weights(draft_bits=4))
+        adaptive = replace(preset("adaptive-cascade", workload), weights=Weights(draft_bits=4))
         plans = {"plain": autoregressive(workload), "adaptive": adaptive}
         prompts = random_batch(len(self.model.tokenizer), context, batch)
         self._cell(f"random {context}x{batch}", plans, prompts)

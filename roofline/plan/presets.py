@@ -109,6 +109,7 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         speculation.selection.name,
         speculation.drafter.kind,
         speculation.drafter.cascades,
+        speculation.drafter.cascades and speculation.adaptive,
     )
 
 

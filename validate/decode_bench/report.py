@@ -74,8 +74,8 @@ class DecodeCase:
         speculation = plan.speculation
         if not speculation.active:
             return plan
-        gamma = speculation.gamma if self.gamma is None else self.gamma
-        return replace(plan, speculation=replace(speculation.with_gamma(gamma), adaptive=self.adaptive))
+        speculation = speculation.with_gamma(speculation.gamma if self.gamma is None else self.gamma)
+        return replace(plan, speculation=replace(speculation, adaptive=self.adaptive or speculation.adaptive))
 
 
 @dataclass(frozen=True)

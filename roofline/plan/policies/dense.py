@@ -98,10 +98,17 @@ def cascade(workload: Workload) -> Plan:
     return replace(quantspec_int8(workload), speculation=drafting)
 
 
+def adaptive_cascade(workload: Workload) -> Plan:
+    """A cascade that adapts over all tiers: plain steps, 4-bit drafts, suffix proposals to either, 1 to 3 passes."""
+    plan, drafter = cascade(workload), Drafter(DrafterKind.SUFFIX, 4, 3)
+    return replace(plan, speculation=replace(plan.speculation, gamma=15, drafter=drafter, adaptive=True))
+
+
 DENSE_PRESETS = {
     make.__name__.replace("_", "-"): make
     for make in (
         autoregressive, int8, int8_weights, int8_weights_int8, int4_weights, int4_weights_int8, quantspec, quantspec_kv,
         quantspec_weights, quantspec_exact, quantspec_int8, quantspec_int4, suffix, cascade,
+        adaptive_cascade,
     )
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 import random
 from collections import Counter, deque
-from itertools import pairwise
+from functools import partial
+from itertools import cycle, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ def row(accepted, gamma):
     return RowResult([0] * (accepted + 1), accepted, min(accepted + 1, gamma))
 
 
-def simulate(costs, new_tokens, accepted_of, depth=LATE, batch=1):
+def simulate(costs, new_tokens, accepted_of, depth=LATE, batch=1, row_of=row):
     """Seconds, tokens of a sequence, and rounds by gamma; accepted_of(token, gamma) says what a round accepts."""
     schedule, flight, used = AdaptiveGamma(costs, new_tokens), deque(), Counter()
     seconds, tokens = 0.0, 0.0
@@ -42,7 +43,7 @@ def simulate(costs, new_tokens, accepted_of, depth=LATE, batch=1):
         while len(flight) < depth:
             flight.append(schedule.next())
         gamma = flight.popleft()
-        rows = [row(accepted_of(int(tokens), gamma), gamma) for _ in range(batch)]
+        rows = [row_of(accepted_of(int(tokens), gamma), gamma) for _ in range(batch)]
         seconds += costs.seconds[gamma]
         tokens += sum(len(row.tokens) for row in rows) / batch
         used[gamma] += 1
@@ -233,6 +234,59 @@ def test_gains_are_saved_for_four_of_the_worst_rounds():
 
 # Of a plan with a drafter: plain, self-drafts, proposals to the target, and cascades, with their costs in plain steps.
 TIERS = {0: 1.0, 2: 1.7, 4: 2.4, RoundShape(4, 0, 4): 1.15, RoundShape(5, 1, 4): 1.5, RoundShape(8, 2, 4): 2.0}
+
+
+def tier_row(outcome, kind, free):
+    """A round of any tier. outcome: proposals before it, how many of them match the text, and accepted drafts."""
+    proposals, matched, accepted = outcome
+    shape = round_shape(kind)
+    accepted = min(accepted, proposals if shape.proposes_to_target else shape.gamma)
+    verified, matched = min(accepted + 1, shape.gamma), min(matched, proposals)
+    if not (free or shape.depth):
+        return RowResult([0] * (accepted + 1), accepted, verified, True, shape.gamma)
+    return RowResult(
+        [0] * (accepted + 1), accepted, verified, True, shape.gamma, proposals, min(matched + 1, proposals), matched
+    )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 8)), min_size=1, max_size=60),
+    st.integers(50, 2000),
+    st.tuples(*[st.floats(0.02, 0.99)] * 3),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 2),
+)
+def test_no_text_makes_any_tier_lose_more_than_it_may(pattern, new_tokens, predicted, free, depth, batch):
+    """Outcomes of every tier in any order, whatever was predicted of them: 3% at most."""
+    costs = RoundCosts({kind: PLAIN_S * cost for kind, cost in TIERS.items()}, *predicted, always_proposed=free)
+    outcomes = cycle(pattern)
+    seconds, tokens, _ = simulate(
+        costs, new_tokens, lambda token, kind: next(outcomes), depth, batch, partial(tier_row, free=free)
+    )
+    granted_s = RUNNING_LOSS * PLAIN_S * depth
+    assert seconds <= (1 + RUNNING_LOSS) * tokens * PLAIN_S + STARTING_LOSS * new_tokens * PLAIN_S + granted_s + 1e-9
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.tuples(*[st.floats(0.0, 0.3)] * 3), st.tuples(*[st.floats(0.02, 0.99)] * 3), st.booleans(), st.integers(1, 2))
+def test_tiers_lose_3_percent_at_most_on_random_tokens(chances, predicted, free, batch):
+    """Few proposals, of which few match, and self-drafts that are seldom accepted."""
+    costs = RoundCosts({kind: PLAIN_S * cost for kind, cost in TIERS.items()}, *predicted, always_proposed=free)
+    generator = random.Random(0)
+
+    def count(limit, chance):
+        return next((n for n in range(limit) if generator.random() >= chance), limit)
+
+    def outcome(token, kind):
+        proposals = 4 * (generator.random() < chances[0])
+        matched = count(proposals, chances[1])
+        to_target = round_shape(kind).proposes_to_target
+        return proposals, matched, matched if to_target else count(8, chances[2])
+
+    seconds, tokens, _ = simulate(costs, 1000, outcome, batch=batch, row_of=partial(tier_row, free=free))
+    assert seconds <= 1.03 * tokens * PLAIN_S
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,11 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(mo
     assert saved["model"] == "llama, 30 layers of 576"
 
 
+def test_a_preset_that_adapts_is_timed_as_one(h200_profile):
+    speculation = DecodeCase("adaptive-cascade", 4096, 1).plan(load_shape("Llama-3.1-8B"), h200_profile, 64).speculation
+    assert speculation.adaptive and (speculation.gamma, speculation.drafter.passes) == (15, 3)
+
+
 @pytest.mark.model
 def test_an_adaptive_gamma_on_random_tokens_runs_beside_plain_decoding(model, h200_profile):
     cases = with_plain([DecodeCase("quantspec-kv", 64, 1, 4, adaptive=True)])
