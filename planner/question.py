@@ -91,7 +91,7 @@ class SearchOptions(PlanPart):
     data_parallel: int | None = whole(1, MAX_DEVICES, default=None)
     expert_parallel: bool | None = None
     text: TextKind | None = one_of(TextKind, default=None)  # kind of text, for plans with a drafter; None searches none
-    drafter: DrafterKind = one_of(DrafterKind, default=DrafterKind.SUFFIX)  # of which the user measured ...
+    drafter: DrafterKind | None = one_of(DrafterKind, default=None)  # suffix by default, of which the user measured ...
     acceptance_length: float = number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)  # ... tokens of a pass with 4 proposals
     drafter_head: str | None = None  # folder of a trained draft head, which plans may then use
 
@@ -119,14 +119,17 @@ class SearchOptions(PlanPart):
     def described(self, workload: Workload) -> Workload:
         """A workload with what the options say of its text and drafter.
 
-        Raises PlanError for an acceptance length below 1, and for a draft head that cannot be read.
+        Raises PlanError for an acceptance length below 1, a drafter without one, and a draft head that cannot be read.
         """
         length, folder = self.acceptance_length, self.drafter_head or ""
+        allowed = "allowed: with acceptance_length; text and drafter_head need no drafter"
+        require(self.drafter is None or length > 0, f"drafter is {self.drafter} without its acceptance; {allowed}")
         if folder:
             head_settings(folder)
         described = replace(
-            workload, text=self.text or "", acceptance_length=length, drafter=self.drafter, drafter_head=folder
-        )
+            workload, text=self.text or "", acceptance_length=length, drafter=self.drafter or DrafterKind.SUFFIX,
+            drafter_head=folder,
+        )  # fmt: skip
         return with_drafter_rows(described, self.acceptance) if self.text else described
 
     @classmethod

@@ -105,6 +105,7 @@ def _of_plan(
         f"--{name.replace('_', '-')}": rest[name] for name in ("ctx", "max_model_len", "batch", "new_tokens")
     }
     of_text = {"--text": rest["text"], "--acceptance-length": rest["acceptance_length"] or None}
+    of_text |= {"--drafter": rest["drafter"], "--drafter-head": rest["drafter_head"]}
     for option, value in {"--preset": preset, "--yarn": rest["yarn"] or None, **of_text, **of_workload}.items():
         if value is not None:
             raise click.UsageError(f"{option} cannot be combined with --plan, which has its own workload")
@@ -179,14 +180,16 @@ LONGEST_OPERATIONS = 5  # operations of the target's pass that are named
 
 @command()
 @click.argument("subject", metavar="PLAN.json|TERM", nargs=-1, required=True)
+@opt.backend
 @opt.memory_utilization
 @opt.memory_limit
 @opt.as_json
-def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: float | None, as_json: bool) -> None:
+def explain(subject: tuple[str, ...], as_json: bool, **search: Any) -> None:
     """Explain where the time and memory of a plan file go, or what a term, a preset or a source means.
 
     Examples:
       ridgeplan explain plan.json
+      ridgeplan explain plan.json --backend vllm
       ridgeplan explain acceptance
       ridgeplan explain quantspec
     """
@@ -198,8 +201,7 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
     saved = opt.SavedPlanFile().convert(term, None, None)
     shape, profile = saved.resolve()
     plan = saved.on(shape, profile)
-    options = SearchOptions(memory_utilization=memory_utilization, memory_limit=memory_limit)
-    result = estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
+    result = estimate_plan(plan, Question.of(shape, profile, plan.workload, SearchOptions(**search)))
     if as_json:
         predictions = {"predicted": result.predicted.to_dict(), "baseline": result.baseline.to_dict()}
         print_json({"plan": plan.to_dict(), **predictions})
@@ -213,8 +215,10 @@ def _lines(result: PlanEstimate) -> Iterator[str]:
         f"{result.name} for {workload.model} on {workload.devices}, {tokens_text(workload.context)} tokens, "
         f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new tokens"
     )
-    meaning, missing = describe(plan), unsupported(plan, Backend.RIDGEPLAN, shape, profile)
-    executed = missing or "times are those of ridgeplan's own runtime"
+    meaning, question = describe(plan), result.question
+    missing = None if question.engine else unsupported(plan, Backend.RIDGEPLAN, shape, profile)
+    runtime = question.engine.title if question.engine else "ridgeplan's own runtime"
+    executed = missing or f"times are those of {runtime}"
     yield "  " + (f"{meaning}; " if result.name != meaning else "") + executed
     yield from _time(result)
     yield from (f"  {line}" for line in bottleneck(result.baseline, shape, workload))

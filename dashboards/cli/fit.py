@@ -34,6 +34,7 @@ from ridgeplan.roofline.latency import GIB
 @opt.host_memory
 @opt.profile_file
 @opt.yarn
+@opt.drafting
 @click.option("--offload", is_flag=True, help="Include plans that keep KV layers on the host, which are slow.")
 @opt.table_output
 @opt.as_json

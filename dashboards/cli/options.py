@@ -307,25 +307,15 @@ acceptance_length = click.option(
     help="Tokens of a pass that verifies four proposals of --drafter, as you measured them.",
 )  # fmt: skip
 measured_drafter = click.option(
-    "--drafter", type=click.Choice([kind for kind in map(str, DrafterKind) if kind != "none"]), default="suffix",
-    help="The drafter that --acceptance-length was measured with.",
+    "--drafter", type=click.Choice([kind for kind in map(str, DrafterKind) if kind != "none"]),
+    help="The drafter that --acceptance-length was measured with.  [default: suffix]",
 )  # fmt: skip
 drafter_head = click.option(
     "--drafter-head", type=PlainText(), metavar="FOLDER",
     help="Draft head that plans may use: of `ridgeplan distill --drafter`, EAGLE-3's, or a model with an MTP layer.",
 )  # fmt: skip
-priced_by = combine(
-    memory_utilization,
-    memory_limit,
-    host_memory,
-    profile_file,
-    acceptance_file,
-    yarn,
-    text_kind,
-    acceptance_length,
-    measured_drafter,
-    drafter_head,
-)
+drafting = combine(text_kind, acceptance_length, measured_drafter, drafter_head)
+priced_by = combine(memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn, drafting)
 
 # Models and texts to run.
 model_to_run = click.option(

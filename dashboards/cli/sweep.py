@@ -116,6 +116,7 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
 @opt.memory_limit
 @opt.profile_file
 @opt.yarn
+@opt.drafting
 @opt.table_output
 @opt.as_json
 def gamma(
@@ -130,6 +131,7 @@ def gamma(
       ridgeplan gamma Llama-3.1-8B h200
       ridgeplan gamma Llama-3.1-8B h200 --ctx 4k..128k --batch 1..64
       ridgeplan gamma Qwen3-8B h100 --preset quantspec-weights --json
+      ridgeplan gamma Llama-3.1-8B h200 --preset suffix --text code
       ridgeplan gamma model.gguf rtx4060-laptop --preset stored+int4x2+upper
     """
     gpu, batches = opt.gpu_of(gpu, gpu_option), batches or BATCHES

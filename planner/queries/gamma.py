@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.lowering import estimate_kinds
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import penalize_unmeasured_rates, ranked
-from ridgeplan.planner.search import GAMMAS, named_plan, search
+from ridgeplan.planner.search import family_of, named_plan, search
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
@@ -63,13 +64,12 @@ def best_gamma(
     longest = question.shape.max_context
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     preset = preset or _fitting(question.resized(min(sizes), min(batches)).as_executed)
-    speculation = named_plan(preset, question.workload).speculation
-    require(speculation.active, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
-    drafter = (
-        f"preset {preset!r} has a drafter, whose proposals depend on the text; allowed: self-drafts, or plan --text"
-    )
-    require(not speculation.drafter.active, drafter)
-    question.require_engine_runs(named_plan(preset, question.workload))
+    plan = named_plan(preset, question.workload)
+    active, drafter = plan.speculation.active, plan.speculation.drafter
+    require(active, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
+    known = not drafter.active or proposal_acceptance(drafter.kind, plan.workload).known
+    require(known, f"proposals of preset {preset!r} depend on the text; allowed: with text, or self-drafts")
+    question.require_engine_runs(plan)
     return tuple(_cell(question.resized(*size).as_executed, preset) for size in product(sizes, batches))
 
 
@@ -86,16 +86,21 @@ def _fitting(question: Question) -> str:
 def _cell(question: Question, preset: str) -> GammaCell:
     workload = question.workload
     model = AcceptanceModel.of_profile(question.shape, workload.context, question.profile)
-    drafting = estimate_kinds(named_plan(preset, workload), question.shape, question.machine, model, GAMMAS)
-    plain = estimate_kinds(autoregressive(workload), question.shape, question.machine, model, (0,))
-    fits = np.broadcast_to(drafting.memory.peak <= question.memory_limit_bytes, (len(GAMMAS),))
-    best = int(np.argmin(np.where(fits | ~fits.any(), drafting.tpot_s, np.inf)))
-    tpot_s = float(drafting.tpot_s[best])
+    family = family_of(preset, named_plan(preset, workload))
+    plans = [family.plan(gamma, family.template.speculation.ratio) for gamma in family.gammas]
+    plain, *drafting = (
+        estimate_kinds(plan, question.shape, question.machine, model, (plan.speculation.round_kind,))
+        for plan in (autoregressive(workload), *plans)
+    )
+    fits = np.array([np.all(each.memory.peak <= question.memory_limit_bytes) for each in drafting])
+    times = np.array([np.ravel(each.tpot_s)[0] for each in drafting])
+    best = int(np.argmin(np.where(fits | ~fits.any(), times, np.inf)))
+    tpot_s = float(times[best])
     return GammaCell(
         plan=preset,
         context=workload.context,
         batch=workload.batch,
-        gamma=GAMMAS[best],
+        gamma=family.gammas[best],
         tpot_ms=1e3 * tpot_s,
         speedup=float(plain.tpot_s[0]) / tpot_s,
         fits=bool(fits[best]),

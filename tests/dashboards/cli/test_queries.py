@@ -200,6 +200,14 @@ def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) ->
     assert "which does not fit" in invoke("explain", path, "--memory-limit", "10GB").stdout
 
 
+def test_a_plan_for_an_engine_is_explained_with_the_engines_times(invoke: Any, tmp_path: Path) -> None:
+    path, engine = tmp_path / "plan.json", ("--backend", "vllm")
+    planned = as_json(invoke("plan", LLAMA, "--gpu", "h200", "--ctx", "4k", "-o", path, "--json", *engine))
+    explained = as_json(invoke("explain", path, "--json", *engine))
+    assert explained["predicted"]["tpot_ms"] == pytest.approx(planned["predicted"]["tpot_ms"])
+    assert "times are those of vLLM" in invoke("explain", path, *engine).stdout
+
+
 @pytest.mark.parametrize(
     ("preset", "causes"),
     [

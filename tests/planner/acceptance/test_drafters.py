@@ -22,7 +22,7 @@ from ridgeplan.roofline.execution import RoundShape, round_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import head_memory
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Workload
-from ridgeplan.roofline.plan.presets import describe, short_name
+from ridgeplan.roofline.plan.presets import describe, preset_name, short_name
 from ridgeplan.roofline.plan.support import only_estimated
 from ridgeplan.roofline.round import conditional_acceptance, expected_tokens
 
@@ -286,9 +286,42 @@ def test_an_adaptive_plan_has_the_costs_of_all_tiers(h200_profile):
     assert {(shape.passes > 0, shape.depth > 0) for shape in shapes[1:]} == {(True, False), (False, True), (True, True)}
     cascade, drafts = (
         next(costs.seconds[kind] for kind in costs.gammas if round_shape(kind)[1:] == tiers)
-        for tiers in ((1, 4), (1, 0))
+        for tiers in ((1, plan.speculation.drafter.depth), (1, 0))
     )
     assert drafts < cascade < 2 * drafts
+
+
+def test_every_tier_is_reached_by_a_preset_that_adapts(h200_profile):
+    ask = {"profile": h200_profile, "preset": "adaptive-cascade"}
+    for asked in ({}, {"text": "prose"}):
+        plan = planner.estimate("Llama-3.1-8B", "h200", 4096, **ask, **asked).plan
+        shapes = [round_shape(kind) for kind in plan.speculation.round_kinds]
+        assert {(shape.passes > 0, shape.depth > 0) for shape in shapes} == {
+            (False, False), (True, False), (False, True), (True, True)
+        }  # fmt: skip
+        assert max(shape.gamma for shape in shapes) == plan.speculation.gamma == 15
+        assert preset_name(plan) == "adaptive-cascade"
+    searched = families(Workload("Llama-3.1-8B", "h200", 4096, text="docs"), offload=False)
+    assert not any(family.template.speculation.adaptive for family in searched)
+
+
+def test_a_cascades_proposals_are_fewer_than_its_drafts(h200_profile):
+    """As a pass adds a token to what it accepts; on prose, where few suffixes match, too."""
+    ask = {"preset": "cascade", "profile": h200_profile, "text": "prose"}
+    speculation = planner.estimate("Llama-3.1-8B", "h200", 4096, **ask).plan.speculation
+    assert 0 < speculation.drafter.depth < speculation.gamma
+
+
+def test_the_best_number_of_proposals_is_found_by_text(h200_profile):
+    ask = {"preset": "suffix", "text": "code", "profile": h200_profile}
+    (cell,) = planner.best_gamma("Llama-3.1-8B", "h200", contexts=(4096,), batches=(1,), **ask)
+    best = planner.estimate("Llama-3.1-8B", "h200", 4096, **ask)
+    assert cell.gamma == best.plan.speculation.gamma
+    assert cell.tpot_ms == pytest.approx(best.predicted.best.tpot_ms)
+    with pytest.raises(PlanError, match="proposals of preset 'suffix' depend on the text; allowed: with text"):
+        planner.best_gamma("Llama-3.1-8B", "h200", preset="suffix", contexts=(4096,), batches=(1,))
+    with pytest.raises(PlanError, match="drafter is head without its acceptance"):
+        planner.recommend("Llama-3.1-8B", "h200", 4096, drafter="head")
 
 
 def test_plans_draft_with_a_head_as_its_speculation_profile_says(h200_profile, tmp_path):
