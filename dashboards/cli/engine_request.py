@@ -131,15 +131,16 @@ class EngineRequest:
         """The engine, whose weights are read now. Raises what `runtime.load` raises."""
         from ridgeplan import runtime
 
-        if note := self._other_machine(plan.workload.hardware):
-            echo(f"note: {note}", err=True)
         calibration = calibration_tokens(self.source, self.calibration)
         with progress("reading weights") as on_progress:
-            return runtime.load(
+            engine = runtime.load(
                 plan, self.source, calibration=calibration,
                 memory_utilization=self.memory_utilization, retrieval_head=self.retrieval_head,
                 drafter_head=self.drafter_head, profile=self.rates, on_progress=on_progress,
             )  # fmt: skip
+        if note := self._other_machine(plan.workload.hardware):  # after all that may be an error
+            echo(f"note: {note}", err=True)
+        return engine
 
     def _other_machine(self, planned: str) -> str | None:
         """That PLAN was made for another machine than this one; None where it was not."""
