@@ -2,9 +2,10 @@
 // says where this is faster. Codes are those of quantized.cuh, in groups of 128 inputs.
 //
 // x of a row and group is scale * q with integers q = 256 upper + lower of 16 bits, each element exact to 1/65278 of
-// the group's largest, however small it is itself: two planes of signed bytes. Of a word of codes, the low nibbles are the bytes of row g, and the high ones
-// under a mask 16 times those of row g + 8, so that unpacking takes no shift. A warp multiplies the same groups of all
-// output tiles and holds their x in registers. Column 2 r + p of the product is plane p of row r.
+// the group's largest, however small it is itself: two planes of signed bytes. Of a word of codes, the low nibbles are
+// the bytes of row g, and the high ones under a mask 16 times those of row g + 8, so that unpacking takes no shift. A
+// warp multiplies the same groups of all output tiles and holds their x in registers. Column 2 r + p of the product is
+// plane p of row r.
 #pragma once
 
 #include "pipeline.cuh"
