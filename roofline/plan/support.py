@@ -76,7 +76,7 @@ def not_carried(plan: Plan, shape: ModelShape) -> str | None:
         "KV on the host": plan.placement.offload,
         f"target selection {plan.attention.selection.name!r}": plan.attention.active,
         f"drafts on tokens chosen by {speculation.selection.name}": drafts and speculation.sparse,
-        "drafter of its own": drafts and speculation.drafter.active,
+        f"{speculation.drafter.kind} drafter": drafts and speculation.drafter.active,
         "adaptive gamma": drafts and speculation.adaptive,
         "drafts that do not read upper codes": drafts and not (coded and speculation.codes is DraftCodes.UPPER),
         "drafts over pipeline stages or replicas": drafts and plan.parallel.pipeline * plan.parallel.data > 1,
