@@ -31,7 +31,7 @@ from ridgeplan.planner.quality import (
 from ridgeplan.planner.queries.drafter_range import drafter_range
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask, expert_notes
 from ridgeplan.planner.recommendation import Alternative, Recommendation
-from ridgeplan.planner.render.text import on_host_text, one_by_one_notes
+from ridgeplan.planner.render.text import on_host_text, prompt_notes
 from ridgeplan.planner.search import Candidate, search
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term
@@ -413,7 +413,7 @@ def _notes(
         yield from question.engine.notes()
         yield question.engine.formats_text(plan)
     else:
-        yield from one_by_one_notes(predicted, question.workload.batch)
+        yield from prompt_notes(predicted, question.workload.batch)
         yield from expert_notes(plan, question)
     if isinstance(question.options.quality, QualityFloor):
         yield question.options.quality.verdict(plan, question.options.backend)

@@ -37,6 +37,7 @@ from ridgeplan.roofline.round import (
     target_terms,
 )
 from ridgeplan.roofline.strategy import Strategy
+from ridgeplan.roofline.torch_prompts import as_executed
 
 # The context grows while tokens are generated, so costs are averaged over the generation by two-point Gauss-Legendre
 # quadrature on [0, 1]: exact for polynomials up to cubic, and costs are piecewise linear in the context. Where layers
@@ -241,6 +242,7 @@ def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tupl
     copy = Cost(read_bytes=matrices * strategy.target.weight_bytes, write_bytes=matrices * machine.element_bytes)
     chunks = strategy.prompt_chunks
     chunk_ops = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
+    chunk_ops = as_executed(shape, chunk_ops, chunks.tokens, chunks.held, machine.element_bytes)
     return (
         *(op if op.kind == "head" else replace(op, launches=op.launches * chunks.count) for op in chunk_ops),
         Op("dense copies", "elementwise", copy, copies),

@@ -17,6 +17,9 @@ from ridgeplan.roofline.execution import attention_tiles, many_channels, product
 
 WINDOWED_ATTENTION = "attention (window)"  # `Op.name` of attention in layers with a sliding window
 MIXER_PRODUCTS = ("qkv projection", "output projection", "state projections", "state output")  # in attention's bits
+# `Op.name` of what the runtime computes in plain torch (`roofline/torch_prompts.py`).
+STATES_IN_TORCH, SOFTMAX_IN_TORCH = "state chunks (torch)", "prefill attention (torch)"
+NAMED_RATES = (WINDOWED_ATTENTION, STATES_IN_TORCH, SOFTMAX_IN_TORCH)  # found by their names
 MANY_CHANNELS = "linear, many channels"  # `Op.rate_kind` of such products
 
 
@@ -49,8 +52,8 @@ class Op:
 
     @property
     def rate_kind(self) -> str:
-        """The kind by which a pass finds its rates: windows and dense products of many channels may have their own."""
-        if self.name == WINDOWED_ATTENTION:
+        """The kind by which a pass finds its rates: dense products of many channels and others may have their own."""
+        if self.name in NAMED_RATES:
             return self.name
         return MANY_CHANNELS if many_channels(self.kind, self.width, self.depth) else self.kind
 

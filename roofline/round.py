@@ -52,6 +52,7 @@ from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers, final
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.passes import MANY_CHANNELS, WINDOWED_ATTENTION, Op, PassTerms, decode_pass
 from ridgeplan.roofline.strategy import PassStrategy, Strategy
+from ridgeplan.roofline.torch_prompts import IN_TORCH, TORCH_SPREAD
 
 # Of the time that single tokens, which lie apart, cost attention beyond a stream of the same bytes, pages of them save
 # this share but for their first tokens. On an H200 attention to pages of 16 takes 0.47 to 0.61 of that to single ones.
@@ -447,7 +448,9 @@ def prefill_rates(
         linear = select_rates(dense, linear, slower_rates(linear, target_linear.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = dict.fromkeys(("linear", "grouped_linear"), linear)
     rates["prefill_attention"] = _prompt_attention(machine.rates[prefill_attention_kind(shape.head_dim)], strategy)
-    return rates | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
+    rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
+    unmeasured = replace(rates["elementwise"], spread=TORCH_SPREAD)
+    return rates | dict.fromkeys(IN_TORCH, unmeasured)
 
 
 def _prompt_attention(rates: RateTerms, strategy: Strategy) -> RateTerms:

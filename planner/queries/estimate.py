@@ -11,7 +11,7 @@ from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
-from ridgeplan.planner.render.text import one_by_one_notes, plain_text
+from ridgeplan.planner.render.text import plain_text, prompt_notes
 from ridgeplan.planner.search import best_of_preset, named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan, require
@@ -121,7 +121,7 @@ def estimate_plan(plan: Plan, question: Question) -> PlanEstimate:
     plans, executed = [autoregressive(plan.workload), plan], question.as_executed
     baseline, predicted = predict_question(plans, executed)
     rounding = rounding_text(plan, question.shape.layers)
-    prefill = () if question.engine else one_by_one_notes(predicted, plan.workload.batch)
+    prefill = () if question.engine else prompt_notes(predicted, plan.workload.batch)
     notes = (*question.notes(), *question.limit_notes(), *([rounding] if rounding else ()), *prefill)
     return PlanEstimate(plan, question, predicted.against(baseline), baseline, notes)
 

@@ -14,7 +14,7 @@ from ridgeplan.planner.quantities import size_text, time_text
 from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
-from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
+from ridgeplan.roofline.passes import SOFTMAX_IN_TORCH, STATES_IN_TORCH, WINDOWED_ATTENTION, category
 from ridgeplan.roofline.plan.plan import DraftCodes, Plan, PlanError, TextKind, Workload
 from ridgeplan.roofline.plan.policy import AllTokens, TokenEviction, TokenSelection
 from ridgeplan.roofline.plan.presets import PRESETS, describe
@@ -23,8 +23,13 @@ LAUNCH_BOUND = 1.25  # a prompt takes so many times what its kernels take where 
 MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
 
 
-def one_by_one_notes(predicted: Prediction, batch: int) -> Iterator[str]:
-    """That a batch's prompts run one by one, where they are so short that the GPU waits for the host's launches."""
+def prompt_notes(predicted: Prediction, batch: int) -> Iterator[str]:
+    """That the time of prompts is a guess where they run in torch, and that a batch's short ones run one by one."""
+    parts = {STATES_IN_TORCH: "recurrent states", SOFTMAX_IN_TORCH: "attention with sinks or soft caps"}
+    in_torch = [parts[op.op] for op in predicted.breakdown if op.part == "prefill" and op.op in parts]
+    if in_torch:
+        named = " and ".join(dict.fromkeys(in_torch))
+        yield f"the time to the first token is a guess: prompts compute {named} in torch, which was not timed on a GPU"
     device_ms = sum(1e3 * op.seconds for op in predicted.breakdown if op.part == "prefill")
     request_ms = predicted.best.ttft_request_ms
     if batch > 1 and request_ms >= LAUNCH_BOUND * device_ms:

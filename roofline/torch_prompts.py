@@ -1,0 +1,88 @@
+"""Parts of prompts that the runtime computes in plain torch: recurrent states, and softmaxes with sinks or soft caps.
+
+Launches and bytes are those of torch's operations, each of which reads its operands and writes its output; tests count
+them. Products are in float32, and their arithmetic takes less time than their bytes. None of this was timed on a GPU.
+It has the rates of elementwise kernels, and a spread that says so. What the host takes for these launches is not known
+and not priced, though it may bind short prompts.
+"""
+
+from __future__ import annotations
+
+from ridgeplan.roofline import execution
+from ridgeplan.roofline.catalog.families import executable_architectures
+from ridgeplan.roofline.catalog.layers import Attention, State
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
+from ridgeplan.roofline.ops import CHUNK_TOKENS
+from ridgeplan.roofline.passes import SOFTMAX_IN_TORCH, STATES_IN_TORCH, Op
+
+FLOAT_BYTES = 4
+IN_TORCH = STATES_IN_TORCH, SOFTMAX_IN_TORCH
+TORCH_SPREAD = 2.0  # a prompt's time may be three times as long, or a third
+OTHER_SOFTMAX = ("attention sinks", "attention soft cap")
+IN_LIBRARIES = ("short convolution", "state chunks"), ("prefill attention", "prefill attention (window)")
+# Of a piece of a prompt in a state layer, and of each of its chunks; of a block of queries.
+PIECE_LAUNCHES, CHUNK_LAUNCHES = 77, 6
+BLOCK_LAUNCHES, CAP_LAUNCHES, SINK_LAUNCHES = 18, 3, 1
+# Bytes of a score, which products, the mask and the softmax write and read; more with a cap or sinks.
+SCORE_BYTES, CAP_BYTES, SINK_BYTES = 24, 24, 8
+MASK_BYTES = 32  # of a query and a key, of the comparisons that make the mask
+
+
+def runs_in_torch(shape: ModelShape) -> bool:
+    """Whether some of a prompt runs in plain torch in this package's runtime."""
+    return shape.architecture in executable_architectures() and bool(shape.states or _other_softmax(shape))
+
+
+def _other_softmax(shape: ModelShape) -> bool:
+    return not set(OTHER_SOFTMAX).isdisjoint(shape.traits)
+
+
+def as_executed(shape: ModelShape, ops: tuple[Op, ...], tokens: Term, held: Term, element_bytes: Term) -> list[Op]:
+    """The operations of a prompt of `tokens` tokens after `held` ones, with those in torch in place of libraries'."""
+    if not runs_in_torch(shape):
+        return list(ops)
+    sizes = tokens, held, element_bytes
+    attentions = shape.attentions if _other_softmax(shape) else ()
+    replaced = IN_LIBRARIES[0] + (IN_LIBRARIES[1] if attentions else ())
+    return [
+        *(op for op in ops if op.name not in replaced),
+        *(states_in_torch(state, layers, tokens) for state, layers in shape.states),
+        *(softmax_in_torch(shape, attention, layers, *sizes) for attention, layers in attentions),
+    ]
+
+
+def states_in_torch(state: State, layers: Term, tokens: Term) -> Op:
+    """`kernels.state.reference.delta_chunks` over a prompt in pieces: 16-bit inputs, and float32 otherwise."""
+    pieces, chunks = maximum(tokens / execution.STATE_PIECE_TOKENS, 1), tokens / CHUNK_TOKENS
+    by_head = 33 * state.key_dim + 15 * state.value_dim + 22 * CHUNK_TOKENS
+    elements = 36 * state.channels + state.value_heads * by_head
+    moved = FLOAT_BYTES * (tokens * elements + 6 * chunks * state.elements)
+    launches = layers * (PIECE_LAUNCHES * pieces + CHUNK_LAUNCHES * chunks)
+    return _op(STATES_IN_TORCH, layers * moved, launches)
+
+
+def softmax_in_torch(
+    shape: ModelShape, attention: Attention, layers: Term, tokens: Term, held: Term, element_bytes: Term
+) -> Op:
+    """`attend_by_blocks` of the runtime's prefill: scores in float32, some heads and a block of queries at a time."""
+    window, total = attention.window_tokens, tokens + held
+    kv_heads = minimum(maximum(execution.PREFILL_ATTENDED_TOKENS / total, 1), attention.kv_heads)
+    heads = attention.q_heads / attention.kv_heads * kv_heads
+    reach = total if window is None else minimum(total, 2 * window)
+    block = minimum(minimum(reach, tokens), maximum(execution.EVICTION_SCORE_ELEMENTS / (heads * reach), 1))
+    seen = held + (tokens + block) / 2 if window is None else minimum(total, window + block)
+    blocks = tokens / block * attention.kv_heads / kv_heads
+    capped, sunk = (int(trait in shape.traits) for trait in reversed(OTHER_SOFTMAX))
+    score_bytes = SCORE_BYTES + capped * CAP_BYTES + sunk * SINK_BYTES
+    width = attention.head_dim + attention.output_head_dim
+    # Keys and values in float32, copied for every query head, and read.
+    cached = seen * width * (kv_heads * (element_bytes + FLOAT_BYTES) + 3 * FLOAT_BYTES * heads)
+    queries = heads * block * width * (3 * FLOAT_BYTES + 2 * element_bytes)
+    moved = block * seen * (heads * score_bytes + MASK_BYTES) + cached + queries
+    launches = BLOCK_LAUNCHES + capped * CAP_LAUNCHES + sunk * SINK_LAUNCHES
+    return _op(SOFTMAX_IN_TORCH, layers * blocks * moved, layers * blocks * launches)
+
+
+def _op(name: str, moved: Term, launches: Term) -> Op:
+    return Op(name, "elementwise", Cost(read_bytes=moved) * (1 / launches), launches)
