@@ -14,6 +14,7 @@ from ridgeplan import runtime
 from ridgeplan.dashboards.files import FileProblem, json_text
 from ridgeplan.planner.quality import QualityRow
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import PlanError, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.runtime import ModelError
@@ -38,16 +39,17 @@ def overflowing(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_fact
     return str(folder)
 
 
-def load(name: str, folder: str, calibration: list[int] | None = None) -> runtime.Engine:
-    return runtime.load(
-        preset(name, Workload("tiny", "here", CONTEXT, NEW_TOKENS)), folder, device="cpu", calibration=calibration
-    )
+def load(
+    name: str, folder: str, calibration: list[int] | None = None, profile: Profile | None = None
+) -> runtime.Engine:
+    plan = preset(name, Workload("tiny", "here", CONTEXT, NEW_TOKENS))
+    return runtime.load(plan, folder, device="cpu", calibration=calibration, profile=profile)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in HEAD_PRESETS])
-def test_every_preset_refuses_it_in_one_line(overflowing: str, name: str) -> None:
+def test_every_preset_refuses_it_in_one_line(overflowing: str, name: str, h200_profile: Profile) -> None:
     with pytest.raises(ModelError, match=REFUSED):
-        load(name, overflowing).generate([list(range(256)) + [0] * (CONTEXT - 256)], NEW_TOKENS)
+        load(name, overflowing, profile=h200_profile).generate([list(range(256)) + [0] * (CONTEXT - 256)], NEW_TOKENS)
 
 
 def test_nothing_is_fitted_to_it_nor_saved(overflowing: str, saved_weights_folder: Path) -> None:

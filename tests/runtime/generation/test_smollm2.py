@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ridgeplan import runtime
 
@@ -29,9 +30,12 @@ def generate(real, smollm2, make_plan):
     return run
 
 
-def test_logits_are_those_of_transformers(real):
+def test_logits_are_those_of_transformers(real, smollm2):
     engine, tokens = real
-    reference = transformers.AutoModelForCausalLM.from_pretrained(engine.source, dtype=torch.float32)
+    config = transformers.AutoConfig.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    read = load_gguf_checkpoint(str(smollm2), return_tensors=True, model_to_load=reference)["tensors"]
+    assert reference.load_state_dict(read, strict=False).missing_keys in ([], ["lm_head.weight"])
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens[:132]])).logits[0, 123:]
     assert (engine.teacher_forced_logits([tokens[:124]], [tokens[124:132]])[0] - expected).abs().max() < 1e-3
