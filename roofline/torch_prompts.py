@@ -38,18 +38,20 @@ def _other_softmax(shape: ModelShape) -> bool:
     return not set(OTHER_SOFTMAX).isdisjoint(shape.traits)
 
 
-def as_executed(shape: ModelShape, ops: tuple[Op, ...], tokens: Term, held: Term, element_bytes: Term) -> list[Op]:
+def as_executed(
+    shape: ModelShape, ops: tuple[Op, ...], tokens: Term, held: Term, element_bytes: Term
+) -> tuple[Op, ...]:
     """The operations of a prompt of `tokens` tokens after `held` ones, with those in torch in place of libraries'."""
     if not runs_in_torch(shape):
-        return list(ops)
+        return ops
     sizes = tokens, held, element_bytes
     attentions = shape.attentions if _other_softmax(shape) else ()
     replaced = IN_LIBRARIES[0] + (IN_LIBRARIES[1] if attentions else ())
-    return [
+    return (
         *(op for op in ops if op.name not in replaced),
         *(states_in_torch(state, layers, tokens) for state, layers in shape.states),
         *(softmax_in_torch(shape, attention, layers, *sizes) for attention, layers in attentions),
-    ]
+    )
 
 
 def states_in_torch(state: State, layers: Term, tokens: Term) -> Op:
