@@ -221,6 +221,24 @@ def validation(name: str) -> str:
     return table(("", "rows", "signed median", "median", "p90", "worst", "target", ""), rows)
 
 
+def plan_validations(*names: str) -> str:
+    """Figures of plans that `validate PLAN --json` ran beside plain decoding: predicted, measured."""
+    scales = {"bytes": (1e-9, 3), "ms": (1, 1)}
+    shown = ("draft step", "verification", "tpot", "acceptance", "tokens per round", "peak memory",
+             "speed-up over plain decoding")  # fmt: skip
+    lines = []
+    for run in (result(name)["validation"]["plan"] for name in names):
+        figures = {row["name"]: row for row in run["rows"]}
+
+        def cell(name: str, figures: Mapping[str, Any] = figures) -> str:
+            factor, digits = scales.get(figures[name]["unit"], (1, 2))
+            return ", ".join(f"{factor * figures[name][side]:.{digits}f}" for side in ("predicted", "measured"))
+
+        lines.append((run["preset"], str(run["context"]), *map(cell, shown)))
+    heads = ("draft step ms", "verification ms", "TPOT ms", "acceptance", "tokens/round", "peak GB", "over plain")
+    return table(("plan", "context", *heads), lines)
+
+
 def outputs(name: str) -> str:
     """Time per token over whole outputs: a line for each plan, a column for each prompt, output and batch."""
     if not (RESULTS / f"{name}.json").exists():
@@ -443,6 +461,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         classes,
         decode,
         decode_errors,
+        plan_validations,
         speeds_by_gamma,
         outputs,
         long_outputs,

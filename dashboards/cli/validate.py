@@ -200,6 +200,7 @@ def validate_plan_file(
     limit = min(opt.DEFAULT_RUN_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate import RunOptions, validate_plan
+    from ridgeplan.validate.machine import measured_here
     from ridgeplan.validate.quality.fidelity import plan_agreement
 
     source = embedded_or(models[0] if models else None)
@@ -219,7 +220,7 @@ def validate_plan_file(
         write_json(trace, chrome_trace(planned.comparison.predicted, planned.measured.round_parts_s))
     if as_json:
         more = {"agreement": greedy.to_dict()} if greedy else {}
-        print_json({"plan": plan.to_dict(), "validation": validation.to_dict()} | more)
+        print_json({**measured_here(), "plan": plan.to_dict(), "validation": validation.to_dict(), **more})
         return
     for title, run in zip(RUNS, (validation.plain, validation.planned), strict=True):
         print_comparison(title, run.comparison)
