@@ -282,10 +282,11 @@ class Question:
         elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):
-            own = "plans with stored weights (`estimate --preset stored`; not timed on a GPU) read the file's own"
+            stored = "plans with stored weights (`estimate --preset stored`; not timed on a GPU) read the file's own"
             others = "all others decode them while loading, as does plain decoding, which speed-ups compare with"
             decoded = f"weights stored as {shape.weight_bits.format} are decoded while loading, for plain decoding, too"
-            yield f"{own}; {others}" if shape.weight_bits.stored.layers else f"{decoded}, which speed-ups compare with"
+            executed = bool(shape.weight_bits.stored.layers)
+            yield f"{stored}; {others}" if executed else f"{decoded}, which speed-ups compare with"
         if self.engine is None and hardware.is_amd:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
         if shape.states and "state" not in self.profile.classes:

@@ -104,8 +104,8 @@ def _known(kind: DrafterKind, workload: Workload, written: tuple[int, ...]) -> P
 
 def _pooled(rows: Sequence[DrafterRow], workload: Workload) -> ProposalAcceptance:
     """The counts of all measurements near the workload's context, summed at contexts of its generation."""
-    own = [row for row in rows if variant_name(row.model) == variant_name(workload.model)]
-    rows = [row for row in own if row.rounds] or own or rows
+    of_model = [row for row in rows if variant_name(row.model) == variant_name(workload.model)]
+    rows = [row for row in of_model if row.rounds] or of_model or rows
     rows = sorted([row for row in rows if row.context] or rows, key=lambda row: (_measurement(row), row.context))
     series = [tuple(group) for _, group in groupby(rows, _measurement)]
     factors = [_outside(each, workload.context) for each in series]
@@ -124,7 +124,7 @@ def _pooled(rows: Sequence[DrafterRow], workload: Workload) -> ProposalAcceptanc
     return ProposalAcceptance(
         hit, tuple(reached), (min(gains) / gain, max(gains) / gain),
         float(counts[:, :, 1 : MAX_GAMMA + 1].sum((0, 2)).mean()) if counted else 0.0,
-        nearest.source if own else "transferred", where, depth,
+        nearest.source if of_model else "transferred", where, depth,
     )  # fmt: skip
 
 

@@ -293,8 +293,8 @@ def test_an_adaptive_plan_has_the_costs_of_all_tiers(h200_profile):
 
 def test_every_tier_is_reached_by_a_preset_that_adapts(h200_profile):
     ask = {"profile": h200_profile, "preset": "adaptive-cascade"}
-    for asked in ({}, {"text": "prose"}):
-        plan = planner.estimate("Llama-3.1-8B", "h200", 4096, **ask, **asked).plan
+    for text in ({}, {"text": "prose"}):
+        plan = planner.estimate("Llama-3.1-8B", "h200", 4096, **ask, **text).plan
         shapes = [round_shape(kind) for kind in plan.speculation.round_kinds]
         assert {(shape.passes > 0, shape.depth > 0) for shape in shapes} == {
             (False, False), (True, False), (False, True), (True, True)

@@ -67,8 +67,8 @@ INTEGER_SLOTS = 4  # of a warp's quantized groups on their way between lanes, as
 def schedules(kind: str, weights: str, *, integer: bool = False) -> list[LinearSchedule]:
     """Of the products of `kind` "linear" or "gated" those that the CUDA kernels compute, as integers or as floats."""
     sizes: tuple[LinearSize, ...] = TINY[f"{kind}_{weights}"]
-    made = (MAKERS[weights](rows, size, kind == "gated") for size in sizes for rows, _ in size.speedups)
-    return [schedule for schedule in made if schedule and schedule.integer == integer]
+    by_size = (MAKERS[weights](rows, size, kind == "gated") for size in sizes for rows, _ in size.speedups)
+    return [schedule for schedule in by_size if schedule and schedule.integer == integer]
 
 
 def clusters(schedules_of_sizes: list[LinearSchedule]) -> set[tuple[int, int]]:
