@@ -116,7 +116,7 @@ def _pooled(rows: Sequence[DrafterRow], workload: Workload) -> ProposalAcceptanc
     hit, reached = _chances(counts.sum(0), depth)
     gains = [share * sum(chances[:depth]) for share, chances in (_chances(each, depth) for each in counts)]
     gain, counted = max(hit * sum(reached[:depth]), 1e-9), all(row.rounds for row in rows)
-    nearest = min(rows, key=lambda row: (_context_factor(row, workload), -(row.rounds or UNCOUNTED_ROUNDS)))
+    nearest = min(rows, key=lambda row: (_outside([row], workload.context), -(row.rounds or UNCOUNTED_ROUNDS)))
     models, last = {row.model for row in rows}, max(row.context for row in rows)
     where = f"{len(rows)} rows of {len(models)} models, the nearest {nearest}" if len(series) > 1 else str(nearest)
     if nearest.name == EAGLE3 and 0 < last < workload.final_context - 1:
@@ -207,13 +207,7 @@ def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
     )
     if kind is DrafterKind.HEAD:  # MTP layers and windows are of models and heads that are named
         shipped = [row for row in shipped if row.name == EAGLE3]
-    return [row for row in of_user if _context_factor(row, workload) <= NEAR_CONTEXT] or [*of_user, *shipped]
-
-
-def _context_factor(row: DrafterRow, workload: Workload) -> float:
-    """By how much the contexts of a row and of a workload differ, 1 or more; 1 where the row's is not known."""
-    context = row.context or workload.context
-    return max(context / workload.context, workload.context / context)
+    return [row for row in of_user if _outside([row], workload.context) <= NEAR_CONTEXT] or [*of_user, *shipped]
 
 
 @dataclass(frozen=True)
