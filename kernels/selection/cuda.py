@@ -43,6 +43,11 @@ class ScanVariant:
         return config_options(HEAD_DIM=self.head_dim, HEADS=self.heads, BF16=self.bf16, STAGE_BYTES=self.stage_bytes)
 
     @property
+    def column_heads(self) -> int:
+        """Query heads that the columns of a product have, once or twice."""
+        return 4 if self.heads <= 4 else 8
+
+    @property
     def stage_bytes(self) -> int:
         """What the scan reads of a group: 2-bit keys, scales and minima."""
         return GROUP * self.head_dim // 4 + 2 * 2 * self.head_dim

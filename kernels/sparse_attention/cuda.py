@@ -33,7 +33,7 @@ POINTERS = (
     *("q", "keys", "values", "begin", "end", "groups"),
     *("arrivals", "partial", "part_max", "part_sum", "out", "value_rows"),
 )
-CHOICE = ("index", "count", "k", "two_bit")
+CHOICE = ("index", "count", "k", "two_bit", "middles")
 SIZES = ("batch", "kv_heads", "capacity", "group_capacity", "parts", "sinks", "sets", "index_capacity", "page")
 STRIDES = (
     *("q_batch_stride", "q_head_stride"),
@@ -70,8 +70,8 @@ class SparseVariant(ScanVariant):
 
     @property
     def tile_bytes(self) -> int:
-        """A tile of chosen tokens: codes, the group's scales and minima, places and their number, in 16 bytes each."""
-        return 2 * TILE * self.head_dim // 2 + 2 * 2 * (self.head_dim + GROUP) + 16 + 16
+        """A tile of chosen tokens: codes, and the group's scales and minima."""
+        return 2 * TILE * self.head_dim // 2 + 2 * 2 * (self.head_dim + GROUP)
 
     def shared_bytes(self, buffers: int) -> int:
         """Dynamic shared memory of a CTA whose warps have `buffers` bytes each, and later their results in it."""
@@ -242,5 +242,7 @@ def progressive_attention_cuda(
     kernel: SparseKernel, inputs: AttentionInputs, planes: DraftPlanes, k: Tensor, sinks: int
 ) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.progressive_attention`."""
-    fields = {"two_bit": planes.key_two_bit, "k": k.contiguous(), "sinks": sinks}
+    rows, groups, _, _ = planes.key_two_bit.flatten(0, 1).shape
+    middles = torch.empty(rows, groups, kernel.variant.column_heads, dtype=torch.float32, device=k.device)
+    fields = {"two_bit": planes.key_two_bit, "middles": middles, "k": k.contiguous(), "sinks": sinks}
     return kernel.run(inputs, planes.value_rows, fields)

@@ -281,7 +281,7 @@ def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compi
         assert compiled.warnings == []
         assert compiled.registers * sparse.THREADS <= REGISTERS
         assert compiled.shared + dynamic <= cta_bytes
-        assert compiled.spilled <= 4  # not in a loop over tokens
+        assert compiled.spilled <= 12  # words that attention to a tile reads once, and the scan of a group never
         if extra:
             assert compiled.shared <= sparse.STATIC_BYTES
 

@@ -286,6 +286,14 @@ __device__ __forceinline__ void stmatrix_trans(SharedAddress row, const u32 (&x)
                  ::"r"(row.value), "r"(x[0]), "r"(x[1]) : "memory");
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements: lane 4 g + c passes elements 2c and 2c + 1 of row g, and receives those
+// of column g.
+__device__ __forceinline__ u32 movmatrix_trans(u32 x) {
+    u32 d;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+    return d;
+}
+
 // ---------------------------------------------------------------- mbarriers
 
 __device__ __forceinline__ void mbarrier_init(SharedAddress barrier, int arrivals) {

@@ -20,6 +20,7 @@ struct ScanConfig {
     static constexpr int GROUP = KV_GROUP;
     static constexpr int WARPS = 16, THREADS = 32 * WARPS;
     static constexpr int HALF_DIM = HEAD_DIM / 2, QUARTER_DIM = HEAD_DIM / 4;
+    static constexpr int COLUMN_HEADS = HEADS <= 4 ? 4 : 8;  // column g of a product has the query head g % COLUMN_HEADS
     static constexpr int STAGES = 2;            // of a warp: groups that are being scanned or copied
     static constexpr int SAMPLES = 8;           // groups of a row whose scores estimate each query head's log-sum-exp
     static constexpr int LOG2_STEPS = 3;        // bins of a score per power of two: 8, over all positive floats

@@ -46,9 +46,9 @@ template <class Config> struct Query {
 
     __device__ __forceinline__ Query(const Queries<Config>& queries) {
         using Elem = typename Config::Elem;
-        const int g = threadIdx.x % 32 / 4;
-        exists = g < Config::HEADS;
-        q = queries.of_head[exists ? g : 0];
+        const int head = threadIdx.x % 32 / 4 % Config::COLUMN_HEADS;
+        exists = head < Config::HEADS;
+        q = queries.of_head[exists ? head : 0];
         float largest = 0;
 #pragma unroll
         for (int i = 0; i < Config::HEAD_DIM; i += 32) {
@@ -67,28 +67,28 @@ template <class Config> struct __align__(16) LaneQueries {
     static constexpr int COUNT = Config::HEAD_DIM / 16;  // runs of four channels
     u32 words[COUNT / 2][32][4];                         // [pair of runs, lane, 2 runs of 2 words]
 
-    // Stores this lane's runs: in their order, or as the pairs (0,2) and (1,3), in which masks leave unpacked codes.
-    template <int PLANES, bool PAIRS> __device__ __forceinline__ void store(const Query<Config>& query) {
+    // Stores the lanes' runs, one by each of the first warps; those of the upper half of the channels times `of_upper`.
+    template <int PLANES> __device__ __forceinline__ void store(const Query<Config>& query, float of_upper = 1) {
         using Elem = typename Config::Elem;
-        static_assert(Runs<Config, PLANES>::COUNT == COUNT, "the runs are all channels of a lane");
-        const float shrink = query.exists ? power_of_two(-query.exponent) : 0;
+        static_assert(Runs<Config, PLANES>::COUNT == COUNT && COUNT <= Config::WARPS, "a warp for each run");
+        const int lane = threadIdx.x % 32, i = threadIdx.x / 32;
+        if (i >= COUNT) return;
+        const float factor = (query.exists ? power_of_two(-query.exponent) : 0) * (i < COUNT / 2 ? 1 : of_upper);
+        u32 x[2];
+        ld_shared(x, query.q + Runs<Config, PLANES>::channel(i, lane % 4));
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            u32 x[2], y[2];
-            ld_shared(x, query.q + Runs<Config, PLANES>::channel(i, threadIdx.x % 4));
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                y[h] = floats_to_half2(Elem::low_to_float(x[h]) * shrink, Elem::high_to_float(x[h]) * shrink);
-            u32* const to = words[i / 2][threadIdx.x % 32] + i % 2 * 2;
-            to[0] = PAIRS ? pack_low_halves(y[0], y[1]) : y[0], to[1] = PAIRS ? pack_high_halves(y[0], y[1]) : y[1];
-        }
+        for (int h = 0; h < 2; h++)
+            words[i / 2][lane][i % 2 * 2 + h] =
+                floats_to_half2(Elem::low_to_float(x[h]) * factor, Elem::high_to_float(x[h]) * factor);
     }
     __device__ __forceinline__ void load(u32 (&runs)[COUNT][2]) const {
 #pragma unroll
-        for (int i = 0; i < COUNT; i += 2) {
-            u32 x[4];
-            ld_shared(x, words[i / 2][threadIdx.x % 32]);
-            runs[i][0] = x[0], runs[i][1] = x[1], runs[i + 1][0] = x[2], runs[i + 1][1] = x[3];
-        }
+        for (int i = 0; i < COUNT; i += 2) load_two(runs[i], runs[i + 1], i);
+    }
+    // Runs i and i + 1, for an even i.
+    __device__ __forceinline__ void load_two(u32 (&run)[2], u32 (&next)[2], int i) const {
+        u32 x[4];
+        ld_shared(x, words[i / 2][threadIdx.x % 32]);
+        run[0] = x[0], run[1] = x[1], next[0] = x[2], next[1] = x[3];
     }
 };

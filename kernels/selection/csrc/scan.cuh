@@ -61,16 +61,20 @@ template <class Config> struct Scan {
         : queries(queries) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const int head = 2 * (threadIdx.x % 4) + e, exponent = __shfl_sync(FULL_MASK, query.exponent, 4 * head);
+            const int head = head_of_column(e), exponent = __shfl_sync(FULL_MASK, query.exponent, 4 * head);
             logit_scale[e] = head < HEADS ? softmax_scale * LOG2_E * power_of_two(exponent) : 0;
             norm[e] = head < HEADS ? 0 : -negative_infinity();
         }
     }
+    // Of this lane's column 2c + e.
+    __device__ __forceinline__ static int head_of_column(int e) {
+        return (2 * (threadIdx.x % 4) + e) % Config::COLUMN_HEADS;
+    }
     // Queries times scales as signed bytes, and the base-2 logit less norm of a sum of products x with the codes:
     // slope * x + start, x as the float whose bits are ROUNDER_BITS + sum. A code c stands for scale * (4 c + 3/2) +
-    // minimum; those of odd parts of the channels arrive as 4 c.
+    // minimum; those of odd parts of the channels arrive as 4 c. middles: queries times scale * 3/2 + minimum.
     __device__ __forceinline__ void scale_queries(
-        u32 (&bytes)[COUNT], float (&slope)[2], float (&start)[2], const ScanStage<Config>& stage
+        u32 (&bytes)[COUNT], float (&slope)[2], float (&start)[2], float (&middles)[2], const ScanStage<Config>& stage
     ) const {
         const int c = threadIdx.x % 4;
         constexpr u32 HALF2_3_2 = half2_constant(1.5), HALF2_1_4 = half2_constant(0.25);
@@ -115,7 +119,8 @@ template <class Config> struct Scan {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             slope[e] = __shfl_sync(FULL_MASK, unit, 4 * (2 * c + e)) * logit_scale[e];
-            start[e] = fmaf(rest[0][e] + rest[1][2 + e], logit_scale[e], -norm[e]) - ROUNDER * slope[e];
+            middles[e] = rest[0][e] + rest[1][2 + e];
+            start[e] = fmaf(middles[e], logit_scale[e], -norm[e]) - ROUNDER * slope[e];
         }
     }
     // Products of a pair of tiles of 16 tokens, as the floats whose bits start from ROUNDER_BITS: rows g and g + 8 of
@@ -136,12 +141,15 @@ template <class Config> struct Scan {
                 mma_m16n8k32_u8_s8(x[t], part(words[2 * t], i), part(words[2 * t + 1], i), part(words[2 * t], i + 1),
                           part(words[2 * t + 1], i + 1), bytes[i], bytes[i + 1]);
     }
-    // Leaves the bins of a group's tokens, and counts them. Its first `sinks` tokens are sinks.
-    __device__ __forceinline__ void group(const ScanStage<Config>& stage, u16* bins, u32* histogram, int sinks) const {
+    // Leaves the bins of a group's tokens, and counts them. Its first `sinks` tokens are sinks. middles: of the query
+    // heads 2c and 2c + 1 (scale_queries).
+    __device__ __forceinline__ void group(
+        const ScanStage<Config>& stage, u16* bins, u32* histogram, int sinks, float (&middles)[2]
+    ) const {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         u32 bytes[COUNT];
         float slope[2], start[2];
-        scale_queries(bytes, slope, start, stage);
+        scale_queries(bytes, slope, start, middles, stage);
         int bin[GROUP / 32];  // stored at the end, as loads of shared memory do not pass stores to it
 #pragma unroll
         for (int pair = 0; pair < GROUP / 32; pair++) {
@@ -157,24 +165,30 @@ template <class Config> struct Scan {
             atomicAdd(histogram + bin[pair], 1u);
         }
     }
-    // The score of one of 32 tokens: lane 4 g + c returns that of tile c / 2, row 8 * (c % 2) + g.
+    // The score of one of 32 tokens: lane 4 g + c returns that of tile c / 2, row 8 * (c % 2) + g. Where columns 4 to 7 have
+    // the heads of the first four, the lanes of these add up the second tile.
     __device__ __forceinline__ static float score(
         const int (&x)[2][4], const float (&slope)[2], const float (&start)[2]
     ) {
+        constexpr int COPIES = 8 / Config::COLUMN_HEADS;
         const bool second_row = threadIdx.x & 1, second_tile = threadIdx.x & 2;
         float of_tile[2];
 #pragma unroll
-        for (int t = 0; t < 2; t++) {
+        for (int t = 0; t < 2 / COPIES; t++) {
             float of_token[2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float even = exp2_approx(fmaf(__int_as_float(x[t][2 * r]), slope[0], start[0]));
-                const float odd = exp2_approx(fmaf(__int_as_float(x[t][2 * r + 1]), slope[1], start[1]));
-                of_token[r] = even + odd;
+                float of_head[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int i = 2 * r + e, sum = COPIES == 2 && second_tile ? x[1][i] : x[t][i];
+                    of_head[e] = exp2_approx(fmaf(__int_as_float(sum), slope[e], start[e]));
+                }
+                of_token[r] = of_head[0] + of_head[1];
             }
             of_tile[t] = exchange_sums(of_token, second_row, 1);
         }
-        return exchange_sums(of_tile, second_tile, 2);
+        return COPIES == 2 ? of_tile[0] : exchange_sums(of_tile, second_tile, 2);
     }
     // Two lanes, `distance` apart, each have parts of two sums. Returns sum 1 in the lane with `second`, sum 0 in the
     // other.
@@ -190,8 +204,8 @@ template <class Config> struct Scan {
     // Leaves the largest base-2 logit of a group's tokens and the sum of exp2(logit - largest), by query head.
     __device__ __forceinline__ void sample(const ScanStage<Config>& stage, float (&largest)[8], float (&sum)[8]) const {
         u32 bytes[COUNT];
-        float slope[2], start[2], logits[GROUP / 32][2][4];
-        scale_queries(bytes, slope, start, stage);
+        float slope[2], start[2], middles[2], logits[GROUP / 32][2][4];
+        scale_queries(bytes, slope, start, middles, stage);
 #pragma unroll
         for (int pair = 0; pair < GROUP / 32; pair++) {
             int x[2][4];
@@ -219,7 +233,7 @@ template <class Config> struct Scan {
     ) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const int head = 2 * (threadIdx.x % 4) + e;
+            const int head = head_of_column(e);
             if (head >= HEADS) continue;
             float head_max = negative_infinity(), head_sum = 0;
             for (int i = 0; i < count; i++) head_max = fmaxf(head_max, largest[i][head]);
@@ -281,13 +295,17 @@ template <class Config, class Groups> struct GroupScan {
         __syncthreads();
         scan.weigh_heads(sums.largest, sums.sum, samples.count);
     }
-    // bins(i): where the bins of the i-th group's tokens are left.
-    template <class Bins>
-    __device__ __forceinline__ void run(const Scan<Config>& scan, const Bins& bins, u32* histogram, int sinks) {
+    // bins(i): where the bins of the i-th group's tokens are left. visit(i, middles): see Scan::group.
+    template <class Bins, class Visit>
+    __device__ __forceinline__ void run(
+        const Scan<Config>& scan, const Bins& bins, u32* histogram, int sinks, const Visit& visit
+    ) {
         for (int i = threadIdx.x / 32, stage = 0; i < count; i += WARPS, stage = (stage + 1) % STAGES) {
             cp_async_wait<STAGES - 1>();
             __syncwarp();
-            scan.group(stages[stage], bins(i), histogram, sinks - groups.in_row(i) * Config::GROUP);
+            float middles[2];
+            scan.group(stages[stage], bins(i), histogram, sinks - groups.in_row(i) * Config::GROUP, middles);
+            visit(i, middles);
             __syncwarp();
             copy(i + STAGES * WARPS, stage);
         }

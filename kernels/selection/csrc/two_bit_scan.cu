@@ -27,11 +27,12 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
     if (warp == 0) queries.copy(p.q + first_head * 8, p.q_head_stride);
     __syncthreads();
     const Query<Config> query(queries);
-    if (warp == 0) lane_queries.store<Scan<Config>::PLANES, false>(query);
+    lane_queries.store<Scan<Config>::PLANES>(query);
     __syncthreads();
     Scan<Config> scan(p.scale, query, lane_queries);
     groups.sample(scan, sums);
-    groups.run(scan, [&](int i) { return p.bins + range.stored(range.in_row(i)) * KV_GROUP; }, histogram, p.sinks);
+    const auto bins = [&](int i) { return p.bins + range.stored(range.in_row(i)) * KV_GROUP; };
+    groups.run(scan, bins, histogram, p.sinks, [](int, const float (&)[2]) {});
     __syncthreads();
     constexpr int COUNT = BINS_PER_THREAD<Config>;
     u32 counts[COUNT];

@@ -129,19 +129,18 @@ __device__ __forceinline__ int choose(
 template <class Config> struct ChosenTiles {
     static constexpr int TILE = Config::TILE, TILES = GROUP_TILES<Config>;
     const Choice<Config>& choice;
-    const DealtGroups<Config>& dealt;
-    const GroupBins<Config>* groups;  // of the CTA
+    const GroupBins<Config>* groups;     // of the CTA
+    const TileCopy<Config, true>& copy;  // from the first of them on
     int next, count;
 
-    __device__ __forceinline__ bool copy_next(TokenTile<Config>& tile) {
+    __device__ __forceinline__ bool copy_next(TokenTile<Config>& tile, TileTokens& tokens) {
         if (next >= count) return false;
-        const int lane = threadIdx.x % 32, listed = choice.tiles[next];
-        const int group = listed / TILES, first = listed % TILES * TILE;
+        const int listed = choice.tiles[next], group = listed / TILES, first = listed % TILES * TILE;
         next += Config::WARPS;
-        if (lane < TILE) tile.places[lane] = groups[group].places[first + lane];
-        if (lane == 0) tile.count = min(choice.counts[group] - first, TILE);
-        __syncwarp();
-        start_copy(tile, dealt.p, dealt.stored(dealt.in_row(group)));
+        const u8* const places = groups[group].places + first + threadIdx.x % 32 / 4;
+        // A place that is not of a token may be any byte.
+        tokens = TileTokens(choice.counts[group] - first, places[0], places[8] & 0x7F);
+        copy.start(tile, group * copy.p.parts, tokens);
         return true;
     }
 };

@@ -5,7 +5,7 @@
 #include "../../selection/csrc/config.cuh"
 
 #ifndef __CUDACC_RTC__  // editors show one variant
-#define CONFIG_TILE_BYTES 3104
+#define CONFIG_TILE_BYTES 3072
 #endif
 
 // Beside the scan of 2-bit keys.
@@ -35,6 +35,7 @@ struct SparseParams {
     // 4].
     const int* k;
     const u8* two_bit;
+    float* middles;  // [row, group_capacity, COLUMN_HEADS]: see Scan::scale_queries
     int batch, kv_heads, capacity, group_capacity;
     int parts;  // CTAs of a row
     int sinks;  // first tokens, which progressive attention always chooses

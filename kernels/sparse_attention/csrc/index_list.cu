@@ -13,13 +13,13 @@ constexpr int TILE = Config::TILE, WARPS = Config::WARPS;
 struct Walk {
     const SparseParams& p;
     const int* index;
-    i64 first_group;  // of the row
+    TileCopy<Config, false> copy;
     int position, stop, limit;
     int token;      // of this lane, of the 32 at hand
     u32 remaining;  // which of them are still to be copied
 
     __device__ __forceinline__ Walk(const SparseParams& p, int row, int part)
-        : p(p), first_group(i64(row) * p.group_capacity), remaining(0) {
+        : p(p), copy(p, row * p.group_capacity), remaining(0) {
         const int b = row / p.kv_heads, list = b * p.sets + row % p.kv_heads % p.sets;
         index = p.index + i64(list) * p.index_capacity;
         limit = min(__ldcg(p.groups + b), p.group_capacity) * Config::GROUP;
@@ -29,7 +29,7 @@ struct Walk {
         stop = min(position + share, tokens);
     }
     // Starts copying the next tokens of one group into the tile; false at the end of the range.
-    __device__ __forceinline__ bool copy_next(TokenTile<Config>& tile) {
+    __device__ __forceinline__ bool copy_next(TokenTile<Config>& tile, TileTokens& tokens) {
         const int lane = threadIdx.x % 32;
         while (!remaining) {
             if (position >= stop) return false;
@@ -38,17 +38,16 @@ struct Walk {
             remaining = __ballot_sync(FULL_MASK, token < limit);
             position += 32;
         }
-        const int group = __shfl_sync(FULL_MASK, token, __ffs(remaining) - 1) / Config::GROUP;
-        const u32 same = __ballot_sync(FULL_MASK, token / Config::GROUP == group) & remaining;
-        const int place = __popc(same & ((1u << lane) - 1));
-        const bool taken = (same >> lane & 1) && place < TILE;
-        if (taken) tile.places[place] = token % Config::GROUP;
-        if (lane == 0) tile.count = min(__popc(same), TILE);
-        remaining &= ~__ballot_sync(FULL_MASK, taken);
-        __syncwarp();
-        start_copy(tile, p, first_group + group);
+        const int first = __ffs(remaining) - 1, group = token_of_lane(first) / Config::GROUP;
+        const u32 same = (__ballot_sync(FULL_MASK, token / Config::GROUP == group) & remaining) >> first;
+        const int count = min(__clz(__brev(~same)), TILE), g = lane / 4;  // adjacent ones in the list
+        remaining &= ~(((1u << count) - 1) << first);
+        tokens = TileTokens(count, place_of_lane(first + g), place_of_lane(first + g + 8));
+        copy.start(tile, group, tokens);
         return true;
     }
+    __device__ __forceinline__ int token_of_lane(int lane) const { return __shfl_sync(FULL_MASK, token, lane); }
+    __device__ __forceinline__ u32 place_of_lane(int lane) const { return u32(token_of_lane(lane)) % Config::GROUP; }
 };
 
 extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
@@ -62,13 +61,14 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
     shared.copy_inputs(p, row / p.kv_heads, row % p.kv_heads);
     __syncthreads();
     const Query<Config> query(shared.queries);
-    if (warp == 0) shared.lane_queries.store<ChosenTokens<Config>::PLANES, true>(query);
+    using Chosen = ChosenTokens<Config, false>;
+    shared.lane_queries.store<Chosen::PLANES>(query, Chosen::OF_UPPER);
     __syncthreads();
     Walk walk(p, row, part);
     TilePipeline pipeline(walk, reinterpret_cast<TokenTile<Config>*>(dynamic) + warp * Config::TILES);
     Partial<Config> partial;
     shared.recent.attend(partial, p, query, row, part);
-    pipeline.attend(partial, ChosenTokens<Config>(p, query, shared.lane_queries));
+    pipeline.attend(partial, Chosen(p, query, shared.lane_queries));
 
     __syncthreads();  // all have read their tiles, which `out` overwrites
     float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values

@@ -39,17 +39,18 @@ template <class Config>
 __device__ __forceinline__ void store_partial(Partial<Config>& partial, Shared<Config>& shared, float* out) {
     using Entry = PartialEntry<Config>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-    quad_sum(partial.row_sum, partial.zero_sum);
-    if (c == 0) shared.row_max[warp][g] = partial.row_max, shared.row_sum[warp][g] = partial.row_sum;
-    float zero[2];
+    column_sum(partial.row_sum[0], partial.row_sum[1], partial.zero_sum[0], partial.zero_sum[1]);
+    if (g == 0) {
 #pragma unroll
-    for (int e = 0; e < 2; e++) zero[e] = __shfl_sync(FULL_MASK, partial.zero_sum, 8 * c + 4 * e);
+        for (int e = 0; e < 2; e++)
+            shared.row_max[warp][2 * c + e] = partial.row_max[e], shared.row_sum[warp][2 * c + e] = partial.row_sum[e];
+    }
     if (c >= Entry::COLUMNS) return;
     out += warp * Entry::COUNT;
 #pragma unroll
     for (int i = 0; i < Config::OUT_TILES; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) out[Entry::index(i, j, g, c)] = partial.out[i][j] + zero[j % 2];
+        for (int j = 0; j < 4; j++) out[Entry::index(i, j, g, c)] = partial.out[i][j] + partial.zero_sum[j % 2];
 }
 
 // Joins the warps' partial results, relative to each warp's maximum in `out` [warp, entry], and leaves them in global

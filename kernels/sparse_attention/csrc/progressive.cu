@@ -39,21 +39,30 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
     shared.copy_inputs(p, dealt.row / p.kv_heads, dealt.row % p.kv_heads);
     __syncthreads();
     const Query<Config> query(shared.queries);
-    if (warp == 0) shared.lane_queries.store<Scan<Config>::PLANES, false>(query);
+    shared.lane_queries.store<Scan<Config>::PLANES>(query);
     __syncthreads();
     shared.recent.prefetch(p, dealt.row, dealt.part);
     Scan<Config> scan(p.scale, query, shared.lane_queries);
     scanned.sample(scan, choice.samples);
-    scanned.run(scan, [&](int i) { return groups[i].bins; }, choice.histogram, p.sinks);
+    scanned.run(
+        scan, [&](int i) { return groups[i].bins; }, choice.histogram, p.sinks,
+        [&](int i, const float (&x)[2]) {
+            const int lane = threadIdx.x % 32;
+            float* const to = p.middles + dealt.stored(dealt.in_row(i)) * Config::COLUMN_HEADS + 2 * lane;
+            if (2 * lane < Config::COLUMN_HEADS) *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
+        }
+    );
     __syncthreads();
-    if (warp == 0) shared.lane_queries.store<ChosenTokens<Config>::PLANES, true>(query);
+    using Chosen = ChosenTokens<Config, true>;
+    shared.lane_queries.store<Chosen::PLANES>(query, Chosen::OF_UPPER);
     const int tiles = choose(choice, dealt, groups);
 
-    ChosenTiles<Config> source{choice, dealt, groups, warp, tiles};
+    const TileCopy<Config, true> copy(p, dealt.stored(dealt.in_row(0)));
+    ChosenTiles<Config> source{choice, groups, copy, warp, tiles};
     TilePipeline pipeline(source, buffers[warp].tiles);
     Partial<Config> partial;
     shared.recent.attend(partial, p, query, dealt.row, dealt.part);
-    pipeline.attend(partial, ChosenTokens<Config>(p, query, shared.lane_queries));
+    pipeline.attend(partial, Chosen(p, query, shared.lane_queries));
 
     __syncthreads();  // all have read their buffers, which `out` overwrites
     float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values
