@@ -14,7 +14,7 @@ PACKAGES := roofline planner kernels runtime validate dashboards
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: demo test test-slow test-browser test-install fuzz mutants lint docs site notebooks clean $(TYPED)
+.PHONY: demo test test-slow test-browser test-install fuzz mutants lint docs site checked-site notebooks clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -68,6 +68,10 @@ docs: $(INSTALLED)
 # build/site, of the tables as they are.
 site: $(DOCUMENTED) $(TYPED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The site of tables that lint has checked.
+checked-site: lint
+	$(MAKE) --no-print-directory site
 
 # Executes the notebooks of docs/examples and keeps what they show. Their figures need an installed Chrome.
 notebooks: $(INSTALLED)
