@@ -242,7 +242,8 @@ def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tupl
     copy = Cost(read_bytes=matrices * strategy.target.weight_bytes, write_bytes=matrices * machine.element_bytes)
     chunks = strategy.prompt_chunks
     chunk_ops = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
-    chunk_ops = as_executed(shape, chunk_ops, chunks.tokens, chunks.held, machine.element_bytes)
+    sizes = chunks.tokens, chunks.held, machine.element_bytes
+    chunk_ops = as_executed(shape, chunk_ops, *sizes, machine.asynchronous)
     return (
         *(op if op.kind == "head" else replace(op, launches=op.launches * chunks.count) for op in chunk_ops),
         Op("dense copies", "elementwise", copy, copies),

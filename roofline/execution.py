@@ -33,8 +33,8 @@ STATE_PIECE_TOKENS = 512  # of a prompt that go through a recurrent state togeth
 PADDED_PROMPT_TOKENS = 8192
 PROMPT_STEP_TOKENS = 256
 
-# Queries of a chunk that attend to what was kept of earlier ones, too, take FlashAttention, however many there are: on
-# an H200 it computes at this share of cuDNN's rate.
+# Queries of a chunk that attend to what was kept of earlier ones, too, and softmaxes with sinks take FlashAttention,
+# however many queries there are: on an H200 it computes at this share of cuDNN's rate.
 HELD_ATTENTION_SHARE = 0.6
 
 # Scores that an eviction policy computes at once, in fp32: enough to fill a GPU, and a workspace of 64 MiB.

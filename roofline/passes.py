@@ -19,7 +19,8 @@ WINDOWED_ATTENTION = "attention (window)"  # `Op.name` of attention in layers wi
 MIXER_PRODUCTS = ("qkv projection", "output projection", "state projections", "state output")  # in attention's bits
 # `Op.name` of what the runtime computes in plain torch (`roofline/torch_prompts.py`).
 STATES_IN_TORCH, SOFTMAX_IN_TORCH = "state chunks (torch)", "prefill attention (torch)"
-NAMED_RATES = (WINDOWED_ATTENTION, STATES_IN_TORCH, SOFTMAX_IN_TORCH)  # found by their names
+SINKS_IN_FLASH = "prefill attention (sinks)"  # in place of a faster library's, which takes no sinks
+NAMED_RATES = (WINDOWED_ATTENTION, STATES_IN_TORCH, SOFTMAX_IN_TORCH, SINKS_IN_FLASH)  # found by their names
 MANY_CHANNELS = "linear, many channels"  # `Op.rate_kind` of such products
 
 

@@ -50,7 +50,7 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers, final_tokens, hides
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
-from ridgeplan.roofline.passes import MANY_CHANNELS, WINDOWED_ATTENTION, Op, PassTerms, decode_pass
+from ridgeplan.roofline.passes import MANY_CHANNELS, SINKS_IN_FLASH, WINDOWED_ATTENTION, Op, PassTerms, decode_pass
 from ridgeplan.roofline.strategy import PassStrategy, Strategy
 from ridgeplan.roofline.torch_prompts import IN_TORCH, TORCH_SPREAD
 
@@ -447,16 +447,17 @@ def prefill_rates(
         dense = maximum(machine.asynchronous, strategy.target.dense)
         linear = select_rates(dense, linear, slower_rates(linear, target_linear.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = dict.fromkeys(("linear", "grouped_linear"), linear)
-    rates["prefill_attention"] = _prompt_attention(machine.rates[prefill_attention_kind(shape.head_dim)], strategy)
+    attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks.count
+    rates["prefill_attention"] = _partly_flash(attention, (chunks - 1) / chunks)  # all but the first see earlier tokens
+    rates[SINKS_IN_FLASH] = _partly_flash(attention, 1)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
     unmeasured = replace(rates["elementwise"], spread=TORCH_SPREAD)
     return rates | dict.fromkeys(IN_TORCH, unmeasured)
 
 
-def _prompt_attention(rates: RateTerms, strategy: Strategy) -> RateTerms:
-    """Rates of a prompt's attention in chunks: all but the first also attend to earlier tokens, which is slower."""
-    count = strategy.prompt_chunks.count
-    slower = 1 + (1 / HELD_ATTENTION_SHARE - 1) * (count - 1) / count
+def _partly_flash(rates: RateTerms, share: Term) -> RateTerms:
+    """Rates of prompts' attention of which FlashAttention computes a share, slower than what computes the rest."""
+    slower = 1 + (1 / HELD_ATTENTION_SHARE - 1) * share
     return replace(rates, compute_utilization=rates.compute_utilization / slower)
 
 

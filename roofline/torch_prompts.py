@@ -1,4 +1,6 @@
-"""Parts of prompts that the runtime computes in plain torch: recurrent states, and softmaxes with sinks or soft caps.
+"""Parts of prompts that the runtime computes in plain torch: recurrent states, and softmaxes with soft caps.
+
+Softmaxes with sinks are in plain torch on a CPU only: FlashAttention serves them on a GPU.
 
 Launches and bytes are those of torch's operations, each of which reads its operands and writes its output; tests count
 them. Products are in float32, and their arithmetic takes less time than their bytes. None of this was timed on a GPU.
@@ -8,19 +10,21 @@ and not priced, though it may bind short prompts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.families import executable_architectures
 from ridgeplan.roofline.catalog.layers import Attention, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
 from ridgeplan.roofline.ops import CHUNK_TOKENS
-from ridgeplan.roofline.passes import SOFTMAX_IN_TORCH, STATES_IN_TORCH, Op
+from ridgeplan.roofline.passes import SINKS_IN_FLASH, SOFTMAX_IN_TORCH, STATES_IN_TORCH, Op
 
 FLOAT_BYTES = 4
 IN_TORCH = STATES_IN_TORCH, SOFTMAX_IN_TORCH
 TORCH_SPREAD = 2.0  # a prompt's time may be three times as long, or a third
-OTHER_SOFTMAX = ("attention sinks", "attention soft cap")
-IN_LIBRARIES = ("short convolution", "state chunks"), ("prefill attention", "prefill attention (window)")
+OTHER_SOFTMAX = SINKS, SOFT_CAP = "attention sinks", "attention soft cap"
+STATES, ATTENTION = ("short convolution", "state chunks"), ("prefill attention", "prefill attention (window)")
 # Of a piece of a prompt in a state layer, and of each of its chunks; of a block of queries.
 PIECE_LAUNCHES, CHUNK_LAUNCHES = 77, 6
 BLOCK_LAUNCHES, CAP_LAUNCHES, SINK_LAUNCHES = 18, 3, 1
@@ -29,28 +33,25 @@ SCORE_BYTES, CAP_BYTES, SINK_BYTES = 24, 24, 8
 MASK_BYTES = 32  # of a query and a key, of the comparisons that make the mask
 
 
-def runs_in_torch(shape: ModelShape) -> bool:
-    """Whether some of a prompt runs in plain torch in this package's runtime."""
-    return shape.architecture in executable_architectures() and bool(shape.states or _other_softmax(shape))
-
-
-def _other_softmax(shape: ModelShape) -> bool:
-    return not set(OTHER_SOFTMAX).isdisjoint(shape.traits)
-
-
 def as_executed(
-    shape: ModelShape, ops: tuple[Op, ...], tokens: Term, held: Term, element_bytes: Term
+    shape: ModelShape, ops: tuple[Op, ...], tokens: Term, held: Term, element_bytes: Term, asynchronous: Term
 ) -> tuple[Op, ...]:
-    """The operations of a prompt of `tokens` tokens after `held` ones, with those in torch in place of libraries'."""
-    if not runs_in_torch(shape):
+    """The operations of a prompt of `tokens` tokens after `held` ones, with those in torch in place of libraries'.
+
+    asynchronous: 1 on a GPU, 0 on a CPU.
+    """
+    traits = set(OTHER_SOFTMAX).intersection(shape.traits)
+    if shape.architecture not in executable_architectures() or not (shape.states or traits):
         return ops
-    sizes = tokens, held, element_bytes
-    attentions = shape.attentions if _other_softmax(shape) else ()
-    replaced = IN_LIBRARIES[0] + (IN_LIBRARIES[1] if attentions else ())
+    sizes, in_flash = (tokens, held, element_bytes), 0 if SOFT_CAP in traits else asynchronous
+    libraries = [op for op in ops if op.name in ATTENTION] if traits else []
+    in_torch = [softmax_in_torch(shape, *each, *sizes) for each in shape.attentions] if traits else []
+    replaced = {*STATES, *(op.name for op in libraries)}
     return (
         *(op for op in ops if op.name not in replaced),
         *(states_in_torch(state, layers, tokens) for state, layers in shape.states),
-        *(softmax_in_torch(shape, attention, layers, *sizes) for attention, layers in attentions),
+        *(replace(op, name=SINKS_IN_FLASH, launches=op.launches * in_flash) for op in libraries),
+        *(replace(op, launches=op.launches * (1 - in_flash)) for op in in_torch),
     )
 
 
@@ -60,8 +61,7 @@ def states_in_torch(state: State, layers: Term, tokens: Term) -> Op:
     by_head = 33 * state.key_dim + 15 * state.value_dim + 22 * CHUNK_TOKENS
     elements = 36 * state.channels + state.value_heads * by_head
     moved = FLOAT_BYTES * (tokens * elements + 6 * chunks * state.elements)
-    launches = layers * (PIECE_LAUNCHES * pieces + CHUNK_LAUNCHES * chunks)
-    return _op(STATES_IN_TORCH, layers * moved, launches)
+    return _op(STATES_IN_TORCH, moved, PIECE_LAUNCHES * pieces + CHUNK_LAUNCHES * chunks, layers)
 
 
 def softmax_in_torch(
@@ -75,7 +75,7 @@ def softmax_in_torch(
     block = minimum(minimum(reach, tokens), maximum(execution.EVICTION_SCORE_ELEMENTS / (heads * reach), 1))
     seen = held + (tokens + block) / 2 if window is None else minimum(total, window + block)
     blocks = tokens / block * attention.kv_heads / kv_heads
-    capped, sunk = (int(trait in shape.traits) for trait in reversed(OTHER_SOFTMAX))
+    sunk, capped = (int(trait in shape.traits) for trait in OTHER_SOFTMAX)
     score_bytes = SCORE_BYTES + capped * CAP_BYTES + sunk * SINK_BYTES
     width = attention.head_dim + attention.output_head_dim
     # Keys and values in float32, copied for every query head, and read.
@@ -83,8 +83,9 @@ def softmax_in_torch(
     queries = heads * block * width * (3 * FLOAT_BYTES + 2 * element_bytes)
     moved = block * seen * (heads * score_bytes + MASK_BYTES) + cached + queries
     launches = BLOCK_LAUNCHES + capped * CAP_LAUNCHES + sunk * SINK_LAUNCHES
-    return _op(SOFTMAX_IN_TORCH, layers * blocks * moved, layers * blocks * launches)
+    return _op(SOFTMAX_IN_TORCH, moved, launches, layers * blocks)
 
 
-def _op(name: str, moved: Term, launches: Term) -> Op:
-    return Op(name, "elementwise", Cost(read_bytes=moved) * (1 / launches), launches)
+def _op(name: str, moved: Term, launches: Term, times: Term) -> Op:
+    """Launches that move so many bytes together, and that are repeated."""
+    return Op(name, "elementwise", Cost(read_bytes=moved / launches), times * launches)

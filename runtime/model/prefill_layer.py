@@ -405,21 +405,42 @@ def attend_in_place(
 
     A long prompt's heads attend a few at a time, so that the part of the output beside the queries stays small.
     """
-    kv_heads = len(keys)
+    softmax, kv_heads = softmax or Softmax(), len(keys)
     ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // len(queries))
     for first in range(0, kv_heads, together):
-        heads = slice(first, first + together)
-        part = queries[:, first * ratio : (first + together) * ratio].transpose(0, 1)
-        if softmax is None or softmax.usual:
-            part[:, :tokens] = causal_attention(part, keys[heads], values[heads], window)[:, :tokens]
+        heads, rows = slice(first, first + together), slice(first * ratio, (first + together) * ratio)
+        part, k, v, some = queries[:, rows].transpose(0, 1), keys[heads], values[heads], softmax.heads(rows)
+        if some.usual:
+            part[:, :tokens] = causal_attention(part, k, v, window)[:, :tokens]
+        elif some.sinks is not None and not some.soft_cap and _runs_flash_attention(part, k, v):
+            part[:, :tokens] = flash_attention_with_sinks(part, k, v, window, some.sinks)[:, :tokens]
         else:
-            some, held = softmax.heads(slice(first * ratio, (first + together) * ratio)), keys.shape[1] - len(queries)
-            seen = slice(held + tokens)
-            attend_by_blocks(part[:, :tokens], keys[heads, seen], values[heads, seen], window, some)
+            seen = keys.shape[1] - len(queries) + tokens
+            attend_by_blocks(part[:, :tokens], k[:, :seen], v[:, :seen], window, some)
+
+
+def flash_attention_with_sinks(q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor) -> Tensor:
+    """`causal_attention` with a logit more in each softmax, `sinks` [q_heads]; with a window, q may be the last tokens.
+
+    A sink s makes a row's denominator, exp(lse), exp(lse) + exp(s), so the output is sigmoid(lse - s) times as large.
+    """
+    by_token = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    # Public functions return log-sum-exps from torch 2.11 on only, and `pyproject.toml` allows earlier releases.
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *by_token, None, None, q.shape[1], keys.shape[1], 0.0, True, False,
+        window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip
+    return out[0].transpose(0, 1).mul_((lse[0] - sinks[:, None]).sigmoid()[..., None])
+
+
+def _runs_flash_attention(q: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether torch has FlashAttention for these tensors: on GPUs, in 16 bits."""
+    cuda = torch.backends.cuda
+    return cuda.can_use_flash_attention(cuda.SDPAParams(q[None], keys[None], values[None], None, 0.0, False, True))
 
 
 def attend_by_blocks(q: Tensor, keys: Tensor, values: Tensor, window: int | None, softmax: Softmax) -> None:
-    """`causal_attention` with a softmax that no library has, in place of q [q_heads, tokens, head_dim].
+    """`causal_attention` with a softmax that no library has here, in place of q [q_heads, tokens, head_dim].
 
     A block of queries at a time, whose scores take EVICTION_SCORE_ELEMENTS at most.
     """

@@ -13,6 +13,8 @@ from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.render.text import prompt_notes
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, Attention, State
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.execution import HELD_ATTENTION_SHARE
+from ridgeplan.roofline.passes import SINKS_IN_FLASH
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.torch_prompts import softmax_in_torch, states_in_torch
@@ -66,9 +68,23 @@ def test_other_softmaxes_move_what_torch_moves(trait, window):
     assert op.total.bytes == pytest.approx(counted.moved, rel=0.025)
 
 
-@pytest.mark.parametrize(("name", "part"), [("Qwen/Qwen3.5-9B", "states"), ("gpt-oss-20b", "sinks")])
-def test_first_tokens_of_such_models_are_guesses(h200_profile, name, part):
-    predicted = predict(preset("autoregressive", Workload(name, "h200", 32768)), load_shape(name), h200_profile)
+@pytest.mark.parametrize(
+    ("name", "asynchronous", "part"), [("Qwen/Qwen3.5-9B", True, "states"), ("gpt-oss-20b", False, "sinks")]
+)
+def test_first_tokens_of_such_models_are_guesses(h200_profile, name, asynchronous, part):
+    machine = replace(h200_profile, asynchronous=asynchronous)
+    predicted = predict(preset("autoregressive", Workload(name, "h200", 32768)), load_shape(name), machine)
     (note,) = prompt_notes(predicted, 1)
     assert "guess" in note and part in note
     assert predicted.high.ttft_ms > 2 * predicted.best.ttft_ms
+
+
+def test_sinks_on_a_gpu_are_priced_at_flash_attentions_rate(h200_profile):
+    """The full layers of a long prompt are bound by arithmetic, which cuDNN does faster."""
+    shape, seconds = load_shape("gpt-oss-20b"), []
+    for traits, name in ((shape.traits, SINKS_IN_FLASH), ((), "prefill attention")):
+        plan = preset("autoregressive", Workload("gpt-oss-20b", "h200", 32768))
+        predicted = predict(plan, replace(shape, traits=traits), h200_profile)
+        assert not list(prompt_notes(predicted, 1))
+        seconds.append(max(op.seconds for op in predicted.breakdown if op.op == name))
+    assert HELD_ATTENTION_SHARE * seconds[0] == pytest.approx(seconds[1], rel=0.01)

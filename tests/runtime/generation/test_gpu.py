@@ -15,7 +15,7 @@ from ridgeplan.roofline.plan.plan import HostPart
 from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.runtime.buffers import HostMemory
 from ridgeplan.runtime.model.linear import Int4, LibraryInt4Weight
-from ridgeplan.runtime.model.prefill_layer import causal_attention
+from ridgeplan.runtime.model.prefill_layer import Softmax, attend_in_place, causal_attention
 from ridgeplan.runtime.quantization.gptq import quantize_weight
 
 
@@ -237,6 +237,29 @@ def test_a_chunks_attention_is_flash_attention_of_the_last_tokens(tokens, seen):
     hidden = torch.ones(64, seen, device="cuda").triu(seen - 63).bool()
     expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values.float().repeat_interleave(4, 0)
     torch.testing.assert_close(output[:, -64:].float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 128])
+@pytest.mark.parametrize("tokens, seen", [(1, 300), (1000, 1000), (3072, 4096), (4096, 4096)])
+def test_sinks_take_flash_attention_in_16_bits(tokens, seen, window):
+    """Heads of gpt-oss in two groups, from sinks that hardly matter to those that outweigh all tokens.
+
+    Values are those of float32 in plain products on a CPU, whose scores would take more memory.
+    """
+    generator = torch.Generator().manual_seed(1)
+    queries, keys, values = (
+        torch.randn(size, generator=generator).bfloat16() for size in ((tokens, 16, 64), (2, seen, 64), (2, seen, 64))
+    )
+    softmax = Softmax(sinks=torch.linspace(-4, 10, 16))
+    expected, actual = queries.float(), queries.cuda()
+    attend_in_place(expected, keys.float(), values.float(), window, tokens, softmax)
+    on_device = keys.cuda(), values.cuda(), window, tokens, Softmax(sinks=softmax.sinks.cuda())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend_in_place(actual, *on_device)
+    assert torch.cuda.max_memory_allocated() - before < 3 * actual.nbytes + (8 << 20)
+    torch.testing.assert_close(actual.cpu().float(), expected, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.gpu
