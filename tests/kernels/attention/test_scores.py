@@ -203,7 +203,8 @@ SWEEP = [
 def test_cuda_scores(case: Case) -> None:
     """The reference writes the same tokens. The first call has a guess of log-sum-exps, the second the last query's."""
     problem = build(case)
-    assert find_attention_kernel(problem.inputs) is not None
+    kernel = find_attention_kernel(problem.inputs)
+    assert kernel is not None
     lse = 3 * torch.rand(len(problem.q), case.q_heads, device="cuda")
     request, expected = request_for(case, problem, lse), request_for(case, problem, lse)
     for _ in range(2):
@@ -215,7 +216,11 @@ def test_cuda_scores(case: Case) -> None:
         assert request.lse is not None and expected.lse is not None
         torch.testing.assert_close(request.lse, expected.lse, rtol=0, atol=1e-2)
         expected.lse.copy_(request.lse)
-    assert torch.equal(out, problem.run(case.splits))
+    without = problem.run(case.splits)
+    if kernel.occupancy.variant.warpgroup:  # which adds up in another order than the kernel with scores
+        assert relative_error(out, without) < 1e-2
+    else:
+        assert torch.equal(out, without)
 
 
 @pytest.mark.gpu
