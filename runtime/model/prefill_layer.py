@@ -413,14 +413,14 @@ def attend_in_place(
         if some.usual:
             part[:, :tokens] = causal_attention(part, k, v, window)[:, :tokens]
         elif some.sinks is not None and not some.soft_cap and _runs_flash_attention(part, k, v):
-            part[:, :tokens] = flash_attention_with_sinks(part, k, v, window, some.sinks)[:, :tokens]
+            part[:, :tokens] = flash_attention(part, k, v, window, some.sinks)[:, :tokens]
         else:
             seen = keys.shape[1] - len(queries) + tokens
             attend_by_blocks(part[:, :tokens], k[:, :seen], v[:, :seen], window, some)
 
 
-def flash_attention_with_sinks(q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor) -> Tensor:
-    """`causal_attention` with a logit more in each softmax, `sinks` [q_heads]; with a window, q may be the last tokens.
+def flash_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    """`causal_attention`, of the last tokens with a window too, by FlashAttention. sinks: [q_heads].
 
     A sink s makes a row's denominator, exp(lse), exp(lse) + exp(s), so the output is sigmoid(lse - s) times as large.
     """
@@ -430,7 +430,8 @@ def flash_attention_with_sinks(q: Tensor, keys: Tensor, values: Tensor, window: 
         *by_token, None, None, q.shape[1], keys.shape[1], 0.0, True, False,
         window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip
-    return out[0].transpose(0, 1).mul_((lse[0] - sinks[:, None]).sigmoid()[..., None])
+    output = out[0].transpose(0, 1)
+    return output if sinks is None else output.mul_((lse[0] - sinks[:, None]).sigmoid()[..., None])
 
 
 def _runs_flash_attention(q: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -470,6 +471,8 @@ def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None
         return _attend(q, keys, values, attn_mask=causal_lower_right(tokens, seen))
     if window is None or tokens <= window:
         return _attend(q, keys, values, is_causal=True)
+    if _runs_flash_attention(q, keys, values):
+        return flash_attention(q, keys, values, window)
     out = torch.empty_like(q)
     for start in range(0, tokens, window):
         stop = min(start + window, tokens)

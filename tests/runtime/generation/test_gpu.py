@@ -263,6 +263,16 @@ def test_sinks_take_flash_attention_in_16_bits(tokens, seen, window):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_windows_take_flash_attention_in_16_bits(head_dim):
+    """Gemma's have heads of 256 channels; values are those of float32 on a CPU."""
+    q, keys, values = (torch.randn(heads, 1000, head_dim).bfloat16() for heads in (8, 2, 2))
+    expected = causal_attention(q.float(), keys.float(), values.float(), 128)
+    actual = causal_attention(q.cuda(), keys.cuda(), values.cuda(), 128)
+    torch.testing.assert_close(actual.cpu().float(), expected, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1000, 20000])
 def test_prompts_of_wide_heads_attend_in_no_more_memory_than_their_output(tokens):
     """Heads of 512 channels, 8 of them to a key: no scores of tokens x tokens are formed."""
