@@ -187,9 +187,9 @@ def estimates(name: str, model: str, gpu: str, **varying: np.ndarray) -> Estimat
     return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
 
 
-def rises(values: np.ndarray) -> bool:
-    """Whether no value is below the one before it."""
-    return bool((values[1:] >= values[:-1] * ROUNDING).all())
+def rises(values: np.ndarray, allowed: float = 0.0) -> bool:
+    """Whether no value is below the one before it, but for an `allowed` share."""
+    return bool((values[1:] >= values[:-1] * (ROUNDING - allowed)).all())
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100", "a100", "rtx4090"])
@@ -204,7 +204,8 @@ def test_more_sequences_take_more_time_and_memory(name: str, model: str, gpu: st
         estimated.ttft_s,
         estimated.memory.peak,
     ):
-        assert rises(np.broadcast_to(values, RISING_BATCHES.shape))
+        # Products of codes change kernels above four rows, and each kernel's rates are fitted alone.
+        assert rises(np.broadcast_to(values, RISING_BATCHES.shape), 1e-3)
 
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
