@@ -22,7 +22,7 @@ from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
 from ridgeplan.planner.plan_file import SavedPlan, read_plan
 from ridgeplan.planner.quality import Quality, parse_quality
 from ridgeplan.planner.quantities import GB, size_text
-from ridgeplan.roofline.catalog.files import read_document
+from ridgeplan.roofline.catalog.files import existing_path, read_document
 from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DrafterKind, KVFormat, PlanError, TextKind, require
 from ridgeplan.roofline.plan.support import Backend
@@ -75,7 +75,7 @@ class Names(click.ParamType):
         """The distinct names in order."""
         if not isinstance(value, str):
             return tuple(value)
-        apart = value if "," in value or Path(value).exists() else ",".join(value.split())
+        apart = value if "," in value or existing_path(value) else ",".join(value.split())
         names = tuple(dict.fromkeys(name.strip() for name in apart.split(",") if name.strip()))
         return names or self.fail(f"{value!r} holds no name; allowed: one name, or several with commas", param, ctx)
 

@@ -26,6 +26,7 @@ from ridgeplan.planner.quality import (
     rows_json,
     ruler_average,
 )
+from ridgeplan.roofline.catalog.files import existing_path
 from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.plan.plan import MAX_TOKENS
 from ridgeplan.roofline.plan.presets import PRESETS
@@ -123,7 +124,7 @@ def _makers(plans: Sequence[str], budgets: Sequence[int], chunks: Sequence[int])
     from ridgeplan.validate.quality.options import of_file, with_budgets
 
     for plan in plans:
-        if plan in PRESETS or not Path(plan).exists():
+        if plan in PRESETS or not existing_path(plan):
             yield from with_budgets([plan], budgets, chunks)
         else:
             yield of_file(opt.PlanFile().convert(plan, None, None))

@@ -78,6 +78,7 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
         (("compare", LLAMA, "--ctx", "8k"), "compare needs --gpu for models"),
         (("compare", LLAMA, "plan.json", "--gpu", "h200"), "models and plan files cannot be mixed"),
         (("compare", LLAMA, "--gpu", "h200,h20o", "--ctx", "8k"), "unknown GPU 'h20o'. Did you mean h20"),
+        (("compare", "9" * 300, "--gpu", "h200", "--ctx", "8k"), "unknown model"),
         (("compare", "nothing.json"), "cannot read plan 'nothing.json'"),
         (("compare",), "Missing argument"),
         (("sweep", LLAMA, "--gpu", "h200"), "sweep needs an axis; allowed: such as --over ctx=4k"),
