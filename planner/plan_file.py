@@ -44,12 +44,9 @@ class SavedPlan:
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def resolve(
-        self,
-        model: str | ModelShape | None = None,
-        gpu: str | None = None,
-        profile: Profile | str | Path | None = None,
-        acceptance: str | Path | None = None,
-    ) -> tuple[ModelShape, Profile]:
+        self, model: str | ModelShape | None = None, gpu: str | None = None,
+        profile: Profile | str | Path | None = None, acceptance: str | Path | None = None,
+    ) -> tuple[ModelShape, Profile]:  # fmt: skip
         """Model and machine: those given, else the plan's own. Raises as `ridgeplan.planner.resolve` does."""
         named = self.plan.workload
         reference = model if model is not None else self.shape or named.model

@@ -102,19 +102,10 @@ class Engine:
     """Executes one plan. The cache is allocated here, for `plan.workload`; one generation runs at a time."""
 
     def __init__(
-        self,
-        plan: Plan,
-        source: str,
-        config: DecoderConfig,
-        weights: DecoderWeights,
-        device: torch.device,
-        meter: MemoryMeter,
-        *,
-        drafts: DraftParts | None = None,
-        profile: Profile | None = None,
-        head: Head | None = None,
-        offloaded: Offloaded | None = None,
-    ) -> None:
+        self, plan: Plan, source: str, config: DecoderConfig, weights: DecoderWeights, device: torch.device,
+        meter: MemoryMeter, *, drafts: DraftParts | None = None, profile: Profile | None = None,
+        head: Head | None = None, offloaded: Offloaded | None = None,
+    ) -> None:  # fmt: skip
         """weights: the target's, in the plan's format. profile: the device's rates, by default this machine's, from
         which an adaptive gamma knows what rounds take. head: a retrieval head for plans that choose by one.
 
@@ -182,13 +173,9 @@ class Engine:
         return self._statistics
 
     def generate(
-        self,
-        prompts: Prompts,
-        max_new_tokens: int,
-        sampling: SamplingParams | None = None,
-        *,
+        self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams | None = None, *,
         on_progress: Callable[[int], None] | None = None,
-    ) -> Generation:
+    ) -> Generation:  # fmt: skip
         """Continues each prompt of token ids by up to `max_new_tokens`, greedily without `sampling`.
 
         on_progress is called after prefill and after each round with the tokens delivered so far.
@@ -205,34 +192,20 @@ class Engine:
 
     @overload
     def stream(
-        self,
-        prompt: str,
-        max_new_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        stop: Sequence[str] = (),
-        reuse_prefix: bool = False,
-    ) -> Generator[str, None, None]: ...
+        self, prompt: str, max_new_tokens: int | None = None, sampling: SamplingParams | None = None, *,
+        stop: Sequence[str] = (), reuse_prefix: bool = False,
+    ) -> Generator[str, None, None]: ...  # fmt: skip
 
     @overload
     def stream(
-        self,
-        prompt: Prompts,
-        max_new_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-        *,
+        self, prompt: Prompts, max_new_tokens: int | None = None, sampling: SamplingParams | None = None, *,
         reuse_prefix: bool = False,
-    ) -> Generator[int, None, None]: ...
+    ) -> Generator[int, None, None]: ...  # fmt: skip
 
     def stream(
-        self,
-        prompt: Prompts | str,
-        max_new_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        stop: Sequence[str] = (),
-        reuse_prefix: bool = False,
-    ) -> Generator[str, None, None] | Generator[int, None, None]:
+        self, prompt: Prompts | str, max_new_tokens: int | None = None, sampling: SamplingParams | None = None, *,
+        stop: Sequence[str] = (), reuse_prefix: bool = False,
+    ) -> Generator[str, None, None] | Generator[int, None, None]:  # fmt: skip
         """Like `generate` for one prompt, but yields each token as its round finishes; of a text, pieces of text.
 
         max_new_tokens: by default the plan's. stop: words before which a text ends; it also ends at the end of text,
@@ -249,14 +222,9 @@ class Engine:
         return self._stream_tokens(prompt, max_new_tokens, sampling, reuse_prefix)
 
     def chat(
-        self,
-        messages: Messages,
-        max_new_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        stop: Sequence[str] = (),
-        reuse_prefix: bool = False,
-    ) -> Generator[str, None, None]:
+        self, messages: Messages, max_new_tokens: int | None = None, sampling: SamplingParams | None = None, *,
+        stop: Sequence[str] = (), reuse_prefix: bool = False,
+    ) -> Generator[str, None, None]:  # fmt: skip
         """Yields the answer to a conversation, in the model's chat template, as `stream` yields a text.
 
         messages: `{"role": "system" | "user" | "assistant", "content": text}`. Each call takes all of them;
@@ -267,13 +235,9 @@ class Engine:
         return self._stream_text(ids, max_new_tokens, sampling, stop, reuse_prefix)
 
     def _stream_text(
-        self,
-        ids: list[int],
-        max_new_tokens: int | None,
-        sampling: SamplingParams | None,
-        stop: Sequence[str],
+        self, ids: list[int], max_new_tokens: int | None, sampling: SamplingParams | None, stop: Sequence[str],
         reuse_prefix: bool,
-    ) -> Generator[str, None, None]:
+    ) -> Generator[str, None, None]:  # fmt: skip
         require_stop_words(stop)
         sampling = sampling or SamplingParams()
         if not sampling.stop_token_ids:
@@ -505,17 +469,10 @@ class Engine:
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
         assert self._selector is not None, "an engine with a cache has a selector"
         return Speculator(
-            decoder=self.decoder,
-            target=self.weights,
-            drafter=self.draft_weights,
-            cache=cache,
-            selector=self._selector,
-            sampling=sampling,
-            seed=self._seed,
-            sparse_target=self._sparse_target,
-            proposer=self._proposer,
-            depth=self.plan.speculation.drafter.depth,
-        )
+            decoder=self.decoder, target=self.weights, drafter=self.draft_weights, cache=cache,
+            selector=self._selector, sampling=sampling, seed=self._seed, sparse_target=self._sparse_target,
+            proposer=self._proposer, depth=self.plan.speculation.drafter.depth,
+        )  # fmt: skip
 
     def _rounds(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
         """Rounds for this number of rows and these sampling parameters; on CUDA their graphs are captured once."""

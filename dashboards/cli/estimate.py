@@ -149,11 +149,7 @@ def _print(result: PlanEstimate) -> None:
     adaptive = f"adaptive up to {speculation.gamma}" if speculation.adaptive else ""
     rows = [(short_name(result.name), *opt.figures(predicted), adaptive),
             (plain_text(result.shape), *opt.figures(result.baseline), "")]  # fmt: skip
-    print_table(
-        f"Prediction ({opt.FIGURES_NOTE})",
-        ("plan", *opt.FIGURES, ""),
-        rows,
-    )
+    print_table(f"Prediction ({opt.FIGURES_NOTE})", ("plan", *opt.FIGURES, ""), rows)
     print_table(
         "Operations of one prompt's prefill, a draft step and a target step",
         ("operation", "launches", "ms", "GFLOP", "MB", "FLOP/byte", "roof", "bound by: kernel class"),
