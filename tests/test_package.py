@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ridgeplan
-from ridgeplan.dashboards.extras import OPTIONAL
+from ridgeplan.planner.extras import OPTIONAL, pip_command
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("roofline", "planner", "kernels", "runtime", "validate", "dashboards")
@@ -109,6 +109,22 @@ def test_planning_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> None
     for package, extra in (("torch", "run"), ("plotly", "page"), ("streamlit", "page")):
         hint = f"error: this needs {package}, which is not installed; allowed: after pip install 'ridgeplan[{extra}]'"
         assert hint in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("origin", "from_where"),
+    [
+        (None, ""),
+        ('{"url": "file:///src/ridgeplan", "dir_info": {"editable": true}}', " @ file:///src/ridgeplan"),
+        ('{"url": "https://host/r.git", "vcs_info": {"vcs": "git", "commit_id": "1"}}', " @ git+https://host/r.git"),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came(
+    monkeypatch: pytest.MonkeyPatch, origin: str | None, from_where: str
+) -> None:
+    monkeypatch.setattr("importlib.metadata.PathDistribution.read_text", lambda *_: origin)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ['torch>=2.8; extra == "run"'])
+    assert pip_command("torch") == f"pip install 'ridgeplan[run]{from_where}'"
 
 
 def test_the_base_installs_what_planning_imports_and_no_more(wheel: zipfile.ZipFile) -> None:

@@ -12,9 +12,9 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.dashboards.cli.plan import answer_lines, degree_table
-from ridgeplan.dashboards.extras import require_package
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions
+from ridgeplan.planner.extras import require_package
 
 
 @command()

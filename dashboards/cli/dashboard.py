@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.extras import require_package
+from ridgeplan.planner.extras import require_package
 
 APP = Path(__file__).parents[1] / "app.py"
 FOLDER_VARIABLE = "RIDGEPLAN_PAGE_FOLDER"  # of the environment: where relative paths on the page begin

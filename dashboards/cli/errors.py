@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli.output import echo
-from ridgeplan.dashboards.extras import missing_package
 from ridgeplan.dashboards.files import FileProblem, is_user_error
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
@@ -56,6 +55,8 @@ def exit_code(action: Callable[[], Any]) -> int:
             raise
         return _fail(str(error), CODES.get(type(error).__name__, BAD_INPUT))
     except ModuleNotFoundError as error:
+        from ridgeplan.planner.extras import missing_package  # the planner takes a while
+
         missing = missing_package(error)
         if missing is None:
             raise

@@ -116,7 +116,7 @@ def write_page(path: Path | None, page: str, *arguments: Any, hint: str = "") ->
     hint: what the note adds. Raises FileProblem.
     """
     if path is not None and importlib.util.find_spec("plotly") is None:
-        from ridgeplan.dashboards.extras import pip_command
+        from ridgeplan.planner.extras import pip_command
 
         echo(f"note: plotly is not installed ({pip_command('plotly')}), so no HTML is written{hint}", err=True)
     elif path is not None:

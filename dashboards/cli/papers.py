@@ -15,6 +15,7 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, wrapped
 from ridgeplan.dashboards.files import require_writable, write_atomically, write_json
 from ridgeplan.dashboards.rows import csv_text
+from ridgeplan.planner.extras import pip_command
 
 if TYPE_CHECKING:
     from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row
@@ -213,7 +214,7 @@ def _write(drawn: Drawn, folder: Path, formats: Sequence[str]) -> None:
             write_atomically(folder / f"{figure.name}.csv", csv_text(rows))
     echo(f"{len(drawn)} figure{'s' * (len(drawn) != 1)} as {', '.join(chosen_formats)} in {folder}")
     if not formats and "png" not in chosen_formats:
-        echo("note: no PNG files, because they need kaleido: `pip install 'ridgeplan[png]'`", err=True)
+        echo(f"note: no PNG files, because they need kaleido: `{pip_command('kaleido')}`", err=True)
 
 
 def _write_pngs(drawn: Drawn, folder: Path) -> None:

@@ -12,6 +12,7 @@ import plotly.io as pio
 
 from ridgeplan.dashboards.charts.style import SERIES
 from ridgeplan.dashboards.rows import Row
+from ridgeplan.planner.extras import pip_command
 from ridgeplan.roofline.catalog.validation import brief
 
 Value = str | int | float
@@ -101,7 +102,7 @@ def can_draw() -> bool:
 def write_pngs(figures: Mapping[Path, go.Figure]) -> None:
     """Writes each figure to its path, all in one start of the browser. Raises FigureError without kaleido or Chrome."""
     if not can_draw():
-        raise FigureError("PNG files need kaleido: `pip install 'ridgeplan[png]'`; allowed without it: other formats")
+        raise FigureError(f"PNG files need kaleido: `{pip_command('kaleido')}`; allowed without it: other formats")
     heights = [figure.layout.height for figure in figures.values()]
     try:
         pio.write_images([*figures.values()], [*figures], format="png", width=WIDTH, height=heights, scale=SCALE)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ridgeplan.planner.extras import pip_command
 from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.quantities import size_text, time_text
@@ -111,7 +112,7 @@ class Table:
         try:
             from ridgeplan.planner.render.plots import draw  # imports plotly, which takes longer than a plan
         except ImportError as error:
-            raise NotInstalled("plot needs plotly, which is not installed: pip install 'ridgeplan[page]'") from error
+            raise NotInstalled(f"plot needs plotly, which is not installed: {pip_command('plotly')}") from error
         return draw(self.table(), self.chart, self.names, self.summary())
 
 

@@ -110,7 +110,7 @@ def test_without_kaleido_or_chrome_nothing_is_written(
 
     monkeypatch.setattr(paper_figure, "can_draw", lambda: False)
     command = ("figures", "specattn-fig6", "--output", tmp_path, "--format", "png", "--format", "html")
-    assert "PNG files need kaleido: `pip install 'ridgeplan[png]'`" in refuses(*command)
+    assert "PNG files need kaleido: `pip install 'ridgeplan[png]" in refuses(*command)
     monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
     monkeypatch.setattr(paper_figure.pio, "write_images", no_chrome)
     assert "`plotly_get_chrome` installs it. Kaleido requires Google Chrome" in refuses(*command)

@@ -55,7 +55,8 @@ def test_without_plotly_one_line_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(
-        NotInstalled, match=r"^plot needs plotly, which is not installed: pip install 'ridgeplan\[page\]'$"
+        NotInstalled,
+        match=r"^plot needs plotly, which is not installed: pip install 'ridgeplan\[page\]( @ file://.*)?'$",
     ):
         Answer().plot()
 
