@@ -20,6 +20,7 @@ from ridgeplan.planner.export import (
     engine_named,
     export,
     export_with_plugin,
+    fastest_with_plugin,
     schema_for,
 )
 from ridgeplan.planner.export.carry import Carried
@@ -27,6 +28,7 @@ from ridgeplan.planner.export.drafts import METHODS
 from ridgeplan.planner.export.plugin import VERSION as PLUGIN_VERSION
 from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import GIB
@@ -51,6 +53,7 @@ COLUMNS = 78
     "--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native", help="vLLM's store for them."
 )
 @click.option("--plugin", is_flag=True, help="Serve the plan as it is, with ridgeplan's plugin of vLLM.")
+@click.option("--keep-drafts", is_flag=True, help="Keep drafts that are predicted to slow the plugin down.")
 @opt.one_gpu(help=f"{opt.GPU_HELP}  [default: the plan's]")
 @opt.engine_profile
 @opt.memory_utilization
@@ -61,7 +64,7 @@ COLUMNS = 78
 def export_plan(
     plan: SavedPlan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
     draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, plugin: bool,
-    gpu: str | None, engine_profile: str | None, memory_utilization: float, profile: str | None,
+    keep_drafts: bool, gpu: str | None, engine_profile: str | None, memory_utilization: float, profile: str | None,
     acceptance: str | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write PLAN as the serve command of vLLM or SGLang.
@@ -75,7 +78,8 @@ def export_plan(
       ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json
     """
     shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
-    exported = (export_with_plugin if plugin else export)(
+    with_plugin = export_with_plugin if keep_drafts else fastest_with_plugin
+    exported = (with_plugin if plugin else export)(
         ServeCommandOptions(
             plan=plan.plan,
             shape=_served_shape(shape, model),
@@ -104,7 +108,7 @@ def report(plan: Plan, exported: Exported) -> list[str]:
     where = f"{exported.engine} {exported.version}: {workload.model} on {workload.devices}"
     lines = [
         wrapped(f"{preset_name(plan)} in {where}"),
-        wrapped(f"  {workload.context} tokens of context, batch {workload.batch}: {_times(exported)}"),
+        wrapped(f"  {tokens_text(workload.context)} tokens of context, batch {workload.batch}: {_times(exported)}"),
         f"\n{exported.command.shell()}",
     ]
     lines += ["", "carried by the engine:", *(line for carried in exported.carried for line in _axis(carried))]

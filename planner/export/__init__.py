@@ -6,7 +6,7 @@ Not here: how their arguments are extracted (scripts/engine_arguments.py), and t
 from ridgeplan.planner.engines.formats import ENGINES, engine_named
 from ridgeplan.planner.export.export import Exported, export
 from ridgeplan.planner.export.options import ServeCommandOptions
-from ridgeplan.planner.export.plugin import export_with_plugin
+from ridgeplan.planner.export.plugin import export_with_plugin, fastest_with_plugin
 from ridgeplan.planner.export.schema import schema_for, versions
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "engine_named",
     "export",
     "export_with_plugin",
+    "fastest_with_plugin",
     "schema_for",
     "versions",
 ]

@@ -11,6 +11,7 @@ from ridgeplan.planner.export.export import Command, EngineTimes, Exported, chec
 from ridgeplan.planner.export.options import ServeCommandOptions
 from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.quantities import three_digits
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.execution import MAX_QUANTIZED_ROWS
 from ridgeplan.roofline.latency import Machine
@@ -64,6 +65,17 @@ def export_with_plugin(options: ServeCommandOptions) -> Exported:
     )  # fmt: skip
 
 
+def fastest_with_plugin(options: ServeCommandOptions) -> Exported:
+    """`export_with_plugin`, without the plan's drafts where plain decoding is predicted to be faster."""
+    exported = export_with_plugin(options)
+    times, gamma = exported.times, options.plan.speculation.gamma
+    if times is None or times.plain_ms >= times.tpot_ms:
+        return exported
+    plain = export_with_plugin(replace(options, plan=_without_drafts(options.plan)))
+    slower = f"none, as with them a token takes {three_digits(times.tpot_ms)} ms; --keep-drafts keeps them"
+    return replace(plain, carried=(*plain.carried, Carried("drafts", f"gamma {gamma}", slower, False)))
+
+
 def weights_config(plan: Plan) -> dict[str, Any]:
     """What vLLM's `quantization_config` is told of the plan's weights."""
     bits, group, hierarchical, _ = plan.weights.target_format
@@ -105,6 +117,11 @@ def _arguments(options: ServeCommandOptions) -> Iterator[tuple[str, Any]]:
         )
 
 
+def _without_drafts(plan: Plan) -> Plan:
+    weights = replace(plan.weights, draft_bits=plan.weights.target_bits)
+    return replace(plan, speculation=Speculation(), weights=weights)
+
+
 def _axes(plan: Plan) -> Iterator[Carried]:
     weights, kv, speculation = plan.weights, plan.kv, plan.speculation
     if weights.target_bits == 16:
@@ -131,8 +148,6 @@ def _times(options: ServeCommandOptions) -> tuple[EngineTimes | None, str]:
     if plan.parallel != SINGLE:
         return None, "times on several GPUs are not predicted"
     machine = options.speed.with_overhead(plan.workload, shape, Machine.of(options.profile))
-    weights = replace(plan.weights, draft_bits=plan.weights.target_bits)
-    plain = replace(plan, speculation=Speculation(), weights=weights)
-    predicted, baseline = predict_all([plan, plain], shape, options.profile, machine)
+    predicted, baseline = predict_all([plan, _without_drafts(plan)], shape, options.profile, machine)
     low, best, high = (figures.tpot_ms for figures in (predicted.low, predicted.best, predicted.high))
     return EngineTimes(low, best, high, baseline.best.tpot_ms, predicted.source), ""

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def test_json_and_yaml_hold_the_same(invoke: Any, saved: Path, tmp_path: Path) -
     assert yaml.safe_load(out.read_text()) == yaml.safe_load(answer["yaml"])
     assert answer["predicted"]["source"] == "transferred"  # as the drafts' acceptance is
     assert {feature["axis"] for feature in answer["carried"]} == {"weights", "KV cache", "drafts"}
+
+
+def test_keep_drafts_keeps_those_that_slow_the_plugin_down(invoke: Any, tmp_path: Path) -> None:
+    shape, profile = resolve(LLAMA, "h200")
+    path = tmp_path / "plan.json"
+    plan = preset("quantspec-int8", workload_for(shape, profile, 4096, 1024, 8, yarn=False))
+    path.write_text(replace(plan, speculation=replace(plan.speculation, gamma=15)).to_json())
+    for options, drafts in (((), False), (("--keep-drafts",), True)):
+        answer = json.loads(invoke("export", path, "--to", "vllm", "--plugin", "--json", *options).stdout)
+        assert ("--speculative-config" in answer["words"]) == drafts
 
 
 def test_a_rule_that_forbids_ends_in_one_line(refuses: Any, saved: Path) -> None:

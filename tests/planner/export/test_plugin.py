@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner import PlanError, recommend, resolve
-from ridgeplan.planner.export import ServeCommandOptions, engine_named, export_with_plugin, schema_for
+from ridgeplan.planner.export import (
+    ServeCommandOptions,
+    engine_named,
+    export_with_plugin,
+    fastest_with_plugin,
+    schema_for,
+)
 from ridgeplan.planner.export.plugin import VERSION
 from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.planner.prediction import predict_question
@@ -42,6 +48,17 @@ def test_a_plan_with_drafts() -> None:
     weights = PlanWeights.from_config(taken["hf_overrides"]["quantization_config"])
     assert (weights.format.bits, weights.format.group, weights.format.hierarchical) == plan.weights.target_format[:3]
     assert [axis.axis for axis in exported.carried] == ["weights", "KV cache", "drafts"]
+
+
+@pytest.mark.parametrize(("context", "slower"), [(4096, True), (130_048, False)])
+def test_drafts_that_slow_the_plugin_down_are_left_out(context: int, slower: bool) -> None:
+    plan = preset("quantspec-int8", replace(WORKLOAD, context=context))
+    drafting, exported = export_with_plugin(options(plan)), fastest_with_plugin(options(plan))
+    assert drafting.times and exported.times and drafting.times.plain_ms == exported.times.plain_ms
+    assert exported.times.tpot_ms == min(drafting.times.tpot_ms, drafting.times.plain_ms)
+    assert (drafting.times.plain_ms < drafting.times.tpot_ms) == slower
+    assert ("--speculative-config" in dict(exported.command.arguments)) != slower
+    assert ("--keep-drafts" in exported.carried[-1].engine) == slower
 
 
 def test_times_are_those_of_plan() -> None:
