@@ -44,15 +44,15 @@ def chat_text(tokenizer: Any, messages: Messages, process: TemplateProcess | Non
             raise ChatTemplateError(f"message {index} is {brief(message)}; allowed: {allowed}")
     if not messages or messages[-1]["role"] == "assistant":
         raise ChatTemplateError("there is nothing to answer; allowed: messages of which the last is the user's")
-    require_template(tokenizer)
+    require_template(tokenizer.chat_template)
     allowed = "prompts that are plain text"
     render = rendered if process is None else process.rendered
     return render(*template_of(tokenizer, allowed), [list(messages)], allowed)[0]
 
 
-def require_template(tokenizer: Any) -> None:
-    """Raises ChatTemplateError where a tokenizer has no chat template."""
-    if not getattr(tokenizer, "chat_template", None):
+def require_template(template: object) -> None:
+    """Raises ChatTemplateError where there is no chat template."""
+    if not template:
         raise ChatTemplateError("the model has no chat template; allowed: prompts that are plain text")
 
 

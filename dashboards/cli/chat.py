@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.engine_request import EngineRequest, conversation_options
+from ridgeplan.dashboards.cli.engine_request import EngineRequest, conversation_options, sampling_options
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.planner.quantities import time_text
@@ -24,10 +24,8 @@ RESET, HELP = "/reset", "/reset starts a new chat, Ctrl-C stops an answer, Ctrl-
 @command()
 @conversation_options
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
-@click.option("--temperature", type=float, default=0.0, help="0 always takes the likeliest token.")
-@click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens with this total probability.")
-@click.option("--seed", type=int, help="Seed of the sampling.  [default: another one for each answer]")
+@sampling_options
+@click.option("--seed", type=click.IntRange(0), help="Seed of the sampling.  [default: another one for each answer]")
 def chat(
     system: str | None, temperature: float, top_k: int | None, top_p: float | None, seed: int | None,
     max_new_tokens: int | None, **engine_options: Any,
@@ -42,11 +40,12 @@ def chat(
       ridgeplan chat plan.json --model Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7
       ridgeplan chat HuggingFaceTB/SmolLM2-135M-Instruct --ctx 2k
     """
-    from ridgeplan.runtime import SamplingParams
+    request = EngineRequest(**engine_options, new_tokens=max_new_tokens)
+    request.require_template()
+    from ridgeplan.runtime import SamplingParams  # torch takes seconds, so that all the above is checked first
 
     params = SamplingParams(temperature, top_k, top_p, seed or 0)
-    engine = EngineRequest(**engine_options, new_tokens=max_new_tokens).conversation(needs_template=True)
-    Conversation(engine, params, system, vary_seed=seed is None).talk()
+    Conversation(request.conversation(), params, system, vary_seed=seed is None).talk()
 
 
 class Conversation:

@@ -21,6 +21,8 @@ from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.quality import Quality, QualityFloor, parse_quality
 from ridgeplan.planner.resolution import NotCalibrated, this_machine
+from ridgeplan.roofline.catalog.files import existing_path
+from ridgeplan.roofline.catalog.gguf import read_gguf_header
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Engine
 
 DEFAULT_CONTEXT = 8192  # that a model is planned for
+GGUF_TEMPLATE = "tokenizer.chat_template"  # keys of a GGUF file's templates begin with it
 
 plan_or_model = opt.combine(click.argument("given", metavar="PLAN|MODEL", type=PlanOrModel()), opt.model_to_run)
 loading_options = opt.combine(
@@ -42,6 +45,12 @@ loading_options = opt.combine(
     opt.profile_file,
     opt.memory_utilization,
     opt.any_model,
+)  # fmt: skip
+sampling_options = opt.combine(
+    click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0 always takes the likeliest token."),
+    click.option("--top-k", type=click.IntRange(1), help="Sample from the k likeliest tokens."),
+    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True),
+                 help="Sample from the likeliest tokens with this total probability."),
 )  # fmt: skip
 conversation_options = opt.combine(
     plan_or_model,
@@ -152,18 +161,20 @@ class EngineRequest:
             return None
         return f"the plan was made for {planned}, but {here} executes it, so its predictions do not hold"
 
-    def conversation(self, *, needs_template: bool = False) -> Engine:
-        """The engine of `conversation_options`, after all that can be checked before weights are read.
+    def require_template(self) -> None:
+        """Raises ChatTemplateError where the model has no chat template. A GGUF file's header says so at once."""
+        from ridgeplan.runtime.chat_template import require_template
 
-        needs_template: refuse a model without a chat template. Raises ChatTemplateError, and as `plan` and `load` do.
-        """
+        path = existing_path(self.model or "" if self.saved is not None else str(self.given))
+        if path is not None and path.suffix.lower() == ".gguf":
+            require_template(any(key.startswith(GGUF_TEMPLATE) for key in read_gguf_header(path).metadata))
+        else:
+            require_template(model_tokenizer(self.source).chat_template)
+
+    def conversation(self) -> Engine:
+        """The engine of `conversation_options`. Raises as `plan` and `load` do."""
         new_tokens = self.new_tokens or opt.DEFAULT_NEW_TOKENS
         context = self.ctx or DEFAULT_CONTEXT
         if self.saved is None and self.ctx is None:
             context = max(1, min(context, self.shape.max_context - new_tokens))
-        plan = self.plan(context, new_tokens)
-        if needs_template:
-            from ridgeplan.runtime.chat_template import require_template
-
-            require_template(model_tokenizer(self.source))
-        return self.load(plan)
+        return self.load(self.plan(context, new_tokens))

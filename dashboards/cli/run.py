@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.engine_request import EngineRequest, loading_options, plan_or_model
+from ridgeplan.dashboards.cli.engine_request import EngineRequest, loading_options, plan_or_model, sampling_options
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import check_request
 from ridgeplan.dashboards.cli.output import echo, print_json
@@ -71,10 +71,8 @@ class StartupTimes:
 @opt.repeated("--stop", "stop", str, "End the text before this word", metavar="TEXT")
 @click.option("--truncate", is_flag=True, help="Keep the last tokens of a prompt beyond the plan's context.")
 @opt.max_new_tokens
-@click.option("--temperature", type=float, default=0.0, help="0 always takes the likeliest token.")
-@click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens with this total probability.")
-@click.option("--seed", type=int, default=0, help="Seed of the sampling.")
+@sampling_options
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the sampling.")
 @click.option("--ctx", type=opt.POSITIVE_TOKENS, help="Context to plan MODEL for.  [default: that of the prompts]")
 @click.option("--batch", type=click.IntRange(1), help="Prompts that MODEL is planned to run together.  [default: 1]")
 @loading_options
@@ -98,8 +96,10 @@ def run(
     if not all(stop):
         raise click.UsageError("--stop is empty; allowed: a text of one character or more")
     startup = StartupTimes()
-    inputs = prompt_inputs(prompt, prompt_file, prompts, system, chat=chat)
     request = EngineRequest(**engine_options)
+    inputs = prompt_inputs(prompt, prompt_file, prompts, system, chat=chat)
+    if any(each.messages for each in inputs):
+        request.require_template()
     # Importing torch takes seconds, so that all the above is checked first.
     from ridgeplan.runtime import SamplingParams
     from ridgeplan.runtime.text import TextStream
@@ -208,7 +208,7 @@ def summary(statistics: Statistics) -> str:
         by_pass = stats.draft_passes > 0
         each = f"{1e3 * (stats.draft_s if by_pass else stats.propose_s):.3g} ms {'each' if by_pass else 'together'}"
         lines += [
-            f"{stats.rounds} rounds of {_drafts_text(stats)} ({each}) and a verification "
+            f"{stats.rounds} round{'s' * (stats.rounds != 1)} of {_drafts_text(stats)} ({each}) and a verification "
             f"({1e3 * stats.verify_s:.3g} ms), {stats.tokens_per_round:.2f} tokens per round, {flushes}",
             f"acceptance {stats.acceptance:.3f} (conditional), {stats.accepted_share:.3f} of all drafts",
         ]
@@ -233,5 +233,5 @@ def _drafts_text(statistics: Statistics) -> str:
     """`4 drafts`; with an adaptive gamma also their rounds: `0 to 6 drafts (0 in 12, 6 in 34 rounds)`."""
     used = [(gamma, rounds) for gamma, rounds in enumerate(statistics.rounds_at) if rounds]
     if len(used) < 2:
-        return f"{statistics.gamma} drafts"
+        return f"{statistics.gamma} draft{'s' * (statistics.gamma != 1)}"
     return f"{used[0][0]} to {used[-1][0]} drafts ({', '.join(f'{g} in {n}' for g, n in used)} rounds)"

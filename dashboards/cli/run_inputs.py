@@ -178,7 +178,7 @@ def plan_for_run(model: str, context: int, search: SearchOptions) -> Plan:
     recommendation = planner.recommend(model, "auto", context, search)
     workload, predicted = recommendation.plan.workload, recommendation.predicted
     echo(
-        f"note: planned for {tokens_text(workload.context)} tokens of prompt and {workload.new_tokens} new tokens: "
+        f"note: planned for {tokens_text(workload.context)} tokens of prompt and {workload.new_tokens} new ones: "
         f"{recommendation.name}, {time_text(predicted.best.tpot_ms)} per token [{predicted.source}]",
         err=True,
     )

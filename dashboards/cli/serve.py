@@ -11,7 +11,7 @@ import click
 from ridgeplan.dashboards.cli.engine_request import EngineRequest, conversation_options
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo
-from ridgeplan.dashboards.extras import require_package
+from ridgeplan.planner.extras import require_package
 
 LOCALHOST, PORT = "127.0.0.1", 8000
 GRACE_S = 2  # for answers that run when the server ends
@@ -35,11 +35,12 @@ def serve(host: str, port: int, name: str | None, max_new_tokens: int | None, **
       ridgeplan serve model.gguf --ctx 16k --port 8080
       ridgeplan serve plan.json --served-model-name local
     """
+    request = EngineRequest(**engine_options, new_tokens=max_new_tokens)
     require_package("starlette")
     require_package("uvicorn")
     listener = _listener(host, port)  # before weights, which take minutes to load
     with listener:
-        engine = EngineRequest(**engine_options, new_tokens=max_new_tokens).conversation()
+        engine = request.conversation()
         import uvicorn
 
         from ridgeplan.dashboards.server import server_app

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from gguf_files import write_gguf
 
 from ridgeplan.dashboards.cli import chat
 from ridgeplan.dashboards.cli.output import printable
@@ -73,10 +75,20 @@ def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
     assert "the model has no chat template" in refuses("chat", path, "--model", tiny_folder, "--any-model")
 
 
+def test_a_gguf_file_without_one_is_refused_before_it_is_converted(
+    refuses: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bare.gguf"
+    write_gguf(path, transformers.AutoModelForCausalLM.from_pretrained(tiny_folder))
+    monkeypatch.setattr("ridgeplan.runtime.model.source.converted", lambda *_: pytest.fail("the file was converted"))
+    for command in (("chat",), ("run", "--chat", "--prompt", "hi")):
+        assert "the model has no chat template" in refuses(*command, path)
+
+
 def test_bad_questions_are_refused(refuses: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(preset("quantspec", Workload("any", "here", 64, 8)).to_json())
     assert "--ctx cannot be given with a PLAN; allowed: with a MODEL" in refuses("chat", path, "--ctx", 64)
     assert "a model was given twice" in refuses("serve", "Llama-3.1-8B", "--model", "x", "--port", 0)
     assert "cannot listen on 192.0.2.1 port 0: " in refuses("serve", path, "--host", "192.0.2.1", "--port", 0)
-    assert "temperature is -1" in refuses("chat", path, "--temperature", -1)
+    assert "-1.0 is not in the range x>=0" in refuses("chat", path, "--temperature", -1)

@@ -73,6 +73,10 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
         (("--prompt", "caf\udce9"), r"the argument 'caf\udce9' is not UTF-8; allowed: arguments in UTF-8"),
         (("--prompt", "a", "--model", ""), "--model is empty; allowed: a safetensors folder, a .gguf file or a hub id"),
         (("--prompt", "a", "--seed", "first"), "'first' is not a valid integer"),
+        (("--prompt", "a", "--seed", "-2"), "-2 is not in the range x>=0"),
+        (("--prompt", "a", "--temperature", "-1"), "-1.0 is not in the range x>=0"),
+        (("--prompt", "a", "--top-k", "0"), "0 is not in the range x>=1"),
+        (("--prompt", "a", "--top-p", "2"), "2.0 is not in the range 0<x<=1"),
     ],
 )
 def test_bad_requests_are_refused(refuses: Any, plan_path: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -196,7 +200,7 @@ def test_a_model_is_planned_for_its_prompt(invoke: Any, cpu_profile: Path, tiny_
     answer = json.loads(result.stdout)
     workload = answer["plan"]["workload"]
     assert (workload["context"], workload["new_tokens"], len(answer["tokens"])) == (64, 4, 4)
-    assert "note: planned for 64 tokens of prompt and 4 new tokens: " in result.stderr
+    assert "note: planned for 64 tokens of prompt and 4 new ones: " in result.stderr
 
 
 def test_a_run_far_slower_than_predicted_says_so(invoke: Any, cpu_profile: Path, tiny_folder: Path) -> None:
