@@ -98,7 +98,7 @@ def recommend(
         fits_device=fits_device,
         on_device=() if fits_device else on_device(question, whole_model),
         model_runs=question.engine is not None
-        or (missing_architecture(as_stored.shape, hardware) is None and not hardware.is_amd),
+        or (missing_architecture(as_stored.shape, hardware) is None and hardware.has_kernels),
         backend=question.options.backend,
         drafter_range=drafter_range(winner.plan, question.shape, question.profile, question.machine),
         adaptive=_adaptive(winner.plan, question),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.resolution import this_machine
+from ridgeplan.roofline.catalog.hardware import MIN_CAPABILITY
 from ridgeplan.roofline.catalog.model_shape import ModelShape, sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
@@ -48,20 +49,12 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def load(
-    plan: Plan,
-    model: str,
-    *,
-    device: str | None = None,
-    dtype: torch.dtype | None = None,
-    weights: DecoderWeights | None = None,
-    draft_weights: DecoderWeights | None = None,
-    calibration: Sequence[int] | None = None,
-    memory_utilization: float = MEMORY_UTILIZATION,
-    profile: Profile | None = None,
-    retrieval_head: str | Path | None = None,
-    drafter_head: str | Path | None = None,
-    on_progress: OnProgress = silent,
-) -> Engine:
+    plan: Plan, model: str, *, device: str | None = None, dtype: torch.dtype | None = None,
+    weights: DecoderWeights | None = None, draft_weights: DecoderWeights | None = None,
+    calibration: Sequence[int] | None = None, memory_utilization: float = MEMORY_UTILIZATION,
+    profile: Profile | None = None, retrieval_head: str | Path | None = None,
+    drafter_head: str | Path | None = None, on_progress: OnProgress = silent,
+) -> Engine:  # fmt: skip
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
@@ -143,15 +136,9 @@ def _require_described_memory(
 
 
 def _target(
-    plan: Plan,
-    source: str,
-    config: DecoderConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    text: CalibrationText | None,
-    meter: MemoryMeter,
-    on_progress: OnProgress,
-) -> DecoderWeights:
+    plan: Plan, source: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype,
+    text: CalibrationText | None, meter: MemoryMeter, on_progress: OnProgress,
+) -> DecoderWeights:  # fmt: skip
     """The target's weights on `device`. Those that become codes are fitted once, and then read as they were saved."""
 
     def read() -> StateDict:
@@ -256,6 +243,10 @@ def _device(name: str | None) -> torch.device:
     name = name or available[-1]
     if name not in available:
         raise WorkloadError(f"device is {name!r}; allowed here: {', '.join(available)}")
+    capability = torch.cuda.get_device_capability() if name == "cuda" else MIN_CAPABILITY
+    if capability < MIN_CAPABILITY:
+        allowed = "8.0 (Ampere) or more, or the CPU, with CUDA_VISIBLE_DEVICES="
+        raise WorkloadError(f"this GPU has compute capability {'.'.join(map(str, capability))}; allowed: {allowed}")
     return torch.device(name)
 
 

@@ -16,7 +16,7 @@ from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.quantities import GB, parameters_text, tokens_text
 from ridgeplan.planner.render.tables import Bars
 from ridgeplan.planner.search import named_plan
-from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.profile import shipped_profiles
@@ -98,11 +98,12 @@ def gpus(template: bool, output: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(values)
         return
-    columns = ("GPU", "GB", "GiB", "TB/s", "TFLOP/s", "ridge", "host GB/s", "calibration")
+    columns = ("GPU", "GB", "GiB", "TB/s", "TFLOP/s", "ridge", "host GB/s", "kernels", "calibration")
     rows = (
         (item.name, f"{item.memory_bytes / GB:.0f}", f"{item.memory_bytes / GIB:.0f}",
          f"{item.bandwidth_bytes_per_s / 1e12:.2f}", f"{item.compute_flops / 1e12:.0f}", f"{item.ridge_point:.0f}",
-         f"{item.host_link_bytes_per_s / 1e9:.0f}", "shipped" if item.name in calibrated else "transferred")
+         f"{item.host_link_bytes_per_s / 1e9:.0f}", _kernels(item),
+         "shipped" if item.name in calibrated else "transferred")
         for item in list_hardware()
     )  # fmt: skip
     print_table("GPUs (GiB as the driver reports them; ridge point in FLOP/byte)", columns, rows)
@@ -139,6 +140,11 @@ def presets(output: Path | None, as_json: bool) -> None:
 
 for _command in (models, gpus, presets):
     lists.add_command(_command)
+
+
+def _kernels(hardware: Hardware) -> str:
+    """The language of the kernels that run plans on a GPU."""
+    return "CUDA C++" if hardware.has_hopper_kernels else "Triton" if hardware.has_kernels else "none"
 
 
 def _runs(shape: ModelShape) -> str:

@@ -1,5 +1,6 @@
 """Hardware figures: bandwidth, peaks and memory of GPUs and CPUs, each with its source. The catalog is gpus.toml."""
 
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -83,10 +84,21 @@ class Hardware(Checked):
         """Whether this package's CUDA C++ kernels run: compute capability 9.0 and up."""
         return self.kind == "gpu" and _version(self.compute_capability) >= (9, 0)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether plans run: on CPUs, and on NVIDIA's GPUs unless their compute capability is known to be too low."""
+        version = _version(self.compute_capability)
+        return not (self.is_amd or (self.kind == "gpu" and version and version < MIN_CAPABILITY))
+
 
 # The required numbers, each of which needs a source.
 FIGURES = tuple(item.name for item in fields(Hardware) if item.type in (int, float) and item.default is MISSING)
 LISTED = ("dollars_per_hour", "board_watts", "decode_watts")  # figures that a device may lack
+MIN_CAPABILITY = (8, 0)  # of the kernels, which compute in bf16: Ampere's
+_OLDER = {  # generations of GPUs that have none
+    "Pascal": r"(tesla|quadro)?p\d|gtx10|titanxp", "Volta": r"(tesla|quadrog)?v100|titanv",
+    "Turing": r"(tesla)?t4|rtx20|gtx16|titanrtx|quadrortx",
+}  # fmt: skip
 _SHIPPED = Path(__file__).with_name("gpus.toml")
 
 
@@ -100,6 +112,10 @@ def load_hardware(reference: str) -> Hardware:
         return _from_file(Path(reference))
     hardware = _catalog().find(reference)
     if hardware is None:
+        older = (generation for generation, names in _OLDER.items() if re.match(names, _normalize(reference)))
+        if generation := next(older, None):
+            allowed = "Ampere, Ada, Hopper or Blackwell, whose tensor cores compute in bf16"
+            raise UnknownHardware(f"no plan runs on {brief(reference)}, of generation {generation}; allowed: {allowed}")
         names = ", ".join(item.name for item in list_hardware())
         hint = _catalog().suggestion(reference)
         raise UnknownHardware(

@@ -33,6 +33,13 @@ def test_an_unknown_device_is_refused(device, tiny_model, make_plan):
         runtime.load(make_plan(), tiny_model().folder, device=device)
 
 
+def test_a_gpu_before_ampere_is_refused(tiny_model, make_plan, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    with pytest.raises(WorkloadError, match=r"compute capability 7\.5; allowed: 8\.0 \(Ampere\) or more, or the CPU"):
+        runtime.load(make_plan(), tiny_model().folder)
+
+
 def test_weights_of_another_device_are_refused(tiny_model, make_plan):
     weights = runtime.load(make_plan(), tiny_model().folder, device="cpu").weights
     elsewhere = dataclasses.replace(weights, embedding=weights.embedding.to("meta"))

@@ -264,7 +264,7 @@ def test_lists_print_every_name(invoke: Any, kind: str) -> None:
 def test_a_gpu_is_listed_in_the_units_of_its_columns(invoke: Any) -> None:
     """24,564 MiB are 25.8 GB; 1.01 TB/s and 165 TFLOP/s meet at 164 FLOP/byte."""
     (row,) = (line.split() for line in invoke("list", "gpus").stdout.splitlines() if line.startswith("rtx4090 "))
-    assert row == ["rtx4090", "26", "24", "1.01", "165", "164", "32", "transferred"]
+    assert row == ["rtx4090", "26", "24", "1.01", "165", "164", "32", "Triton", "transferred"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

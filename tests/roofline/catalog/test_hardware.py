@@ -269,3 +269,21 @@ def test_detection_without_a_driver(fresh_process: pytest.MonkeyPatch, failure: 
 
     fresh_process.setattr(subprocess, "run", fail)
     assert detect_hardware() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [("v100", "Volta"), ("Tesla V100-SXM2-32GB", "Volta"), ("t4", "Turing"), ("NVIDIA GeForce RTX 2080 Ti", "Turing"),
+     ("p100", "Pascal"), ("GTX 1080", "Pascal")],
+)  # fmt: skip
+def test_older_generations_are_named(name: str, generation: str) -> None:
+    with pytest.raises(UnknownHardware, match=f"no plan runs on .*, of generation {generation}; allowed: Ampere"):
+        load_hardware(name)
+
+
+def test_kernels_run_from_ampere_on() -> None:
+    without = {item.name for item in list_hardware() if not item.has_kernels}
+    assert without == {"mi300x"}
+    turing = replace(load_hardware("l4"), compute_capability="7.5")
+    assert not turing.has_kernels and replace(turing, kind="cpu").has_kernels
+    assert replace(turing, compute_capability="none").has_kernels  # of a user's file that does not say it
