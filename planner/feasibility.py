@@ -13,11 +13,12 @@ import numpy as np
 from ridgeplan.planner.capacity import Capacity, described_batches, described_contexts, usable_bytes
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.quantities import GB, size_text
+from ridgeplan.planner.quantities import GB, size_text, tokens_text
 from ridgeplan.planner.question import Question, executed_by_engine
 from ridgeplan.planner.recommendation import READING_TPOT_MS, Fix
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import Candidate, Family, named_plan, question_families, search
+from ridgeplan.roofline.catalog.gguf import as_q4_k_m
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
@@ -160,14 +161,22 @@ def infeasible(question: Question, whole_model: Question | None = None) -> Nothi
     capacity = _capacity(question, plans)
     smallest, limit = capacity.smallest(), size_text(question.memory_limit_bytes)
     needs = (
-        f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
-        f"{size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on {workload.hardware}"
+        f"nothing fits: {workload.model} at context {tokens_text(workload.context)}, batch {workload.batch} needs "
+        f"at least {size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on "
+        f"{workload.hardware}"
     )
     fixes = [*on_device(question, whole_model), *_more_host_memory(question)]
-    texts = [fix.text for fix in fixes]
+    texts = [*_stored_file(question), *(fix.text for fix in fixes)]
     if not any({"gpu", "gpus"} & fix.changes.keys() for fix in fixes):
         texts.append("a GPU with more memory than any in the catalog")
     return NothingFits(f"{needs}; allowed: {', or '.join(texts)}", fixes)
+
+
+def _stored_file(question: Question) -> Iterator[str]:
+    """A GGUF file of the model in 4 bits, where a plan that keeps its weights as they are fits the device alone."""
+    stored = as_q4_k_m(question.shape)
+    if stored and question.engine is None and _any_fits(replace(question, shape=stored).with_options(offload=False)):
+        yield "a GGUF file of the model, such as Q4_K_M, whose 4-bit weights stay as they are stored"
 
 
 def on_device(question: Question, whole_model: Question | None = None) -> tuple[Fix, ...]:

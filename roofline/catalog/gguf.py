@@ -157,14 +157,17 @@ def _header(cursor: _Cursor) -> GGUFHeader:
         value = _value(cursor, cursor.whole("I"))
         if value is not None:
             metadata[key] = value
-    return GGUFHeader(metadata, *_tensors(cursor, tensor_count))
+    tensors, types, end = _tensors(cursor, tensor_count)
+    if (whole := cursor.at + end) > len(cursor.data):
+        raise ValueError(f"it is truncated: it has {len(cursor.data)} bytes of {whole} or more; get it again")
+    return GGUFHeader(metadata, tensors, types)
 
 
-def _tensors(cursor: _Cursor, count: int) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """Dimensions and types by name. Raises ValueError unless all tensors end within the file."""
+def _tensors(cursor: _Cursor, count: int) -> tuple[dict[str, tuple[int, ...]], dict[str, int], int]:
+    """Dimensions and types by name, and where the last tensor ends, in bytes from the end of the header."""
     tensors: dict[str, tuple[int, ...]] = {}
     types: dict[str, int] = {}
-    end = 0  # in bytes from the start of the tensor data, which follows the header
+    end = 0  # the tensor data may follow up to an alignment later
     for _ in range(count):
         name = _new_name(cursor.string(), tensors)
         dimensions = cursor.whole("I")
@@ -172,11 +175,9 @@ def _tensors(cursor: _Cursor, count: int) -> tuple[dict[str, tuple[int, ...]], d
             raise ValueError(f"tensor {brief(name)} has {dimensions} dimensions; allowed: up to {MAX_DIMENSIONS}")
         tensors[name] = tuple(cursor.whole() for _ in range(dimensions))
         types[name] = cursor.whole("I")
-        smallest_bytes = math.prod(tensors[name]) // 8  # no type takes less than a bit per element
-        end = max(end, cursor.whole() + max(smallest_bytes, 1))
-    if end > len(cursor.data) - cursor.at:
-        raise ValueError("the file ends before its last tensor")
-    return tensors, types
+        _, weights, block_bytes = _TYPES.get(types[name], ("", 8, 1))  # no type takes less than a bit per element
+        end = max(end, cursor.whole() + max(math.prod(tensors[name]) // weights * block_bytes, 1))
+    return tensors, types, end
 
 
 def _new_name(name: str, known: dict[str, object] | dict[str, tuple[int, ...]]) -> str:
@@ -213,6 +214,7 @@ _SUPPORTED = {
 }  # fmt: skip
 KEPT_TYPE = 39  # MXFP4
 STORED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # whose weights may stay in `BLOCK_FORMATS` ...
+Q4_K_M_BITS = 5.0  # per weight of the layers, as products hold them: 4.9 of Llama-3.1-8B
 FULL_TYPES = (0, 1, 30)  # ... beside F32, F16 and BF16, which a machine holds in its full precision
 # Keys of a config.json by those of a GGUF file.
 _CONFIG_KEYS = {
@@ -360,6 +362,16 @@ def weight_bits_of(header: GGUFHeader) -> WeightBits:
     head = header.types.get("output.weight", embedding)
     tables = {"embedding": held.get(embedding, FULL_BITS), "head": held.get(head, FULL_BITS)}
     return bits.with_stored({"layers": blocks / total, "full": full / total, **tables})
+
+
+def as_q4_k_m(shape: ModelShape) -> ModelShape | None:
+    """The model as a GGUF file of type Q4_K_M has it; None if it is quantized or products could not read the file."""
+    families = {_SUPPORTED[name] for name in STORED_ARCHITECTURES} | {"mistral"}  # which is stored as llama
+    if shape.architecture not in families or not shape.weight_bits.full:
+        return None
+    held = {name: BLOCK_FORMATS[kind].held_bits for name, kind in (("embedding", 12), ("head", 14))}
+    stored = WeightBits(format="gguf").with_stored({"layers": Q4_K_M_BITS, **held})
+    return replace(shape, weight_bits=stored.tied() if shape.tied_embeddings else stored)
 
 
 def _tensor(header: GGUFHeader, name: str) -> tuple[int, ...]:

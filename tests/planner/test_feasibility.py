@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+from gguf_headers import llama_8b_q4_k_m
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import Capacity, peak_bytes, usable_bytes
@@ -360,3 +361,15 @@ def test_unified_memory_offloads_nothing() -> None:
         ask("meta-llama/Llama-3.1-8B", "dgx-spark", 4096, host_memory="64GB")
     with pytest.raises(PlanError, match="offload is set; allowed: without it, as CPU and GPU of dgx-spark share"):
         planner.fit("meta-llama/Llama-3.1-8B", "dgx-spark", offload=True)
+
+
+def test_a_gguf_file_is_a_way_out_where_its_weights_fit_as_they_are() -> None:
+    way_out = "allowed: a GGUF file of the model, such as Q4_K_M"
+    with pytest.raises(NothingFits, match=way_out):
+        planner.recommend("meta-llama/Llama-3.1-8B", "rtx4060-laptop", "8k")
+    answer = planner.recommend(llama_8b_q4_k_m(), "rtx4060-laptop", "8k")
+    assert answer.fits_device and answer.plan.weights.stored
+    for model in ("Qwen/Qwen3-14B", "openai/gpt-oss-20b"):  # too large, and with weights of its own
+        with pytest.raises(NothingFits) as caught:
+            planner.recommend(model, "rtx4060-laptop", "8k")
+        assert "GGUF" not in str(caught.value)

@@ -23,11 +23,12 @@ def array(kind: int, count: int, content: bytes) -> bytes:
     return struct.pack("<IQ", kind, count) + content
 
 
-def tensor(name: str, *dimensions: int, offset: int = 0) -> bytes:
+def tensor(name: str, *dimensions: int, offset: int = 0, kind: int = 99) -> bytes:
+    """Of a type that is not known, of which an element takes at least a bit."""
     return (
         string(name)
         + struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions)
-        + struct.pack("<IQ", 0, offset)
+        + struct.pack("<IQ", kind, offset)
     )
 
 
@@ -135,9 +136,11 @@ def test_headers_are_limited_to_64_mib(tmp_path: Path) -> None:
 
 
 def test_tensors_may_lie_behind_64_mib(tmp_path: Path) -> None:
-    head = start(2, 0) + tensor("first", 2**20) + tensor("last", 8, offset=2**27)
-    assert problem(written(tmp_path / "x.gguf", head, size=len(head) + 2**27 + 1)) == ""
-    assert problem(written(tmp_path / "x.gguf", head, size=len(head) + 2**27)) == "the file ends before its last tensor"
+    head = start(2, 0) + tensor("first", 2**20) + tensor("last", 8, offset=2**27, kind=0)
+    whole = len(head) + 2**27 + 8 * 4  # of float32
+    assert problem(written(tmp_path / "x.gguf", head, size=whole)) == ""
+    cut = f"it is truncated: it has {whole - 1} bytes of {whole} or more; get it again"
+    assert problem(written(tmp_path / "x.gguf", head, size=whole - 1)) == cut
 
 
 @pytest.mark.parametrize("length", HUGE)
@@ -173,11 +176,11 @@ def test_lengths_beyond_the_end_are_the_end(tmp_path: Path, content, length: int
         (start(0, 2) + 2 * value("x", UINT8, b"\1"), "'x' stands twice in it"),
         (start(2, 0) + 2 * tensor("x", 1) + bytes(8), "'x' stands twice in it"),
         (start(1, 0) + tensor("x", 1, 1, 1, 1, 1) + bytes(8), "tensor 'x' has 5 dimensions; allowed: up to 4"),
-        (start(1, 0) + tensor("x", 8), "the file ends before its last tensor"),
-        (start(1, 0) + tensor("x", 8, offset=1) + bytes(1), "the file ends before its last tensor"),
-        (start(1, 0) + tensor("x", 2**20, 2**20) + bytes(99), "the file ends before its last tensor"),
-        (start(1, 0) + tensor("x", 24) + bytes(2), "the file ends before its last tensor"),
-        (start(2, 0) + tensor("x", 24) + tensor("y", 8) + bytes(2), "the file ends before its last tensor"),
+        (start(1, 0) + tensor("x", 8), "it is truncated: it has"),
+        (start(1, 0) + tensor("x", 8, offset=1) + bytes(1), "it is truncated: it has"),
+        (start(1, 0) + tensor("x", 2**20, 2**20) + bytes(99), "it is truncated: it has"),
+        (start(1, 0) + tensor("x", 24) + bytes(2), "it is truncated: it has"),
+        (start(2, 0) + tensor("x", 24) + tensor("y", 8) + bytes(2), "it is truncated: it has"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, content: bytes, message: str) -> None:
