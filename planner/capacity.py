@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ridgeplan.planner.lowering import stack, strategy_of
-from ridgeplan.planner.quantities import GB, MIN_BARE_BYTES, size_text
+from ridgeplan.planner.quantities import GB, MIN_BARE_BYTES, size_text, tokens_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.validation import brief
@@ -203,7 +203,7 @@ def _options(plan: Plan, shape: ModelShape, device: Device) -> list[str]:
 
 def described_batches(largest: int, workload: Workload) -> str:
     """The batches that would fit, in words."""
-    return f"batch {'up to ' * (largest > 1)}{largest} with context {workload.context}"
+    return f"batch {'up to ' * (largest > 1)}{largest} with context {tokens_text(workload.context)}"
 
 
 def described_contexts(longest: int, workload: Workload, batch: int) -> str:

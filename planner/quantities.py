@@ -105,9 +105,9 @@ def _split(value: object) -> tuple[Decimal | None, str]:
 
 
 def tokens_text(number: int) -> str:
-    """`128k` and `1M` where that is exact, else all digits."""
+    """`128k` and `1M` where that is exact, else all digits; also of 128000, which nobody calls 125k."""
     for unit in ("m", "k"):
-        if number >= TOKEN_UNITS[unit] and number % TOKEN_UNITS[unit] == 0:
+        if number >= TOKEN_UNITS[unit] and number % TOKEN_UNITS[unit] == 0 and number % 1000:
             return f"{number // TOKEN_UNITS[unit]}{'M' if unit == 'm' else unit}"
     return str(number)
 

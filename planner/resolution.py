@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from ridgeplan.planner.acceptance.drafter_rows import load_drafter_rows
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged, saved_or_empty
+from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.files import existing_path
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -29,10 +30,7 @@ Row = TypeVar("Row")
 
 
 def resolve(
-    model: str | ModelShape,
-    gpu: str,
-    profile: Profile | str | Path | None = None,
-    acceptance: str | Path | None = None,
+    model: str | ModelShape, gpu: str, profile: Profile | str | Path | None = None, acceptance: str | Path | None = None
 ) -> tuple[ModelShape, Profile]:
     """The model's shape and the profile to predict with.
 
@@ -111,7 +109,7 @@ def workload_for(
         return within_context(workload, shape)
     require(
         factor <= MAX_YARN_FACTOR,
-        f"context {context} is {factor:g}x the model's {shape.trained_context}; "
+        f"context {tokens_text(context)} is {factor:g}x the model's {tokens_text(shape.trained_context)}; "
         f"allowed: up to {MAX_YARN_FACTOR}x with YaRN",
     )
     return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, factor)
@@ -123,8 +121,8 @@ def within_context(workload: Workload, shape: ModelShape) -> Workload:
     stretched = f", stretched {workload.yarn_factor:g}x by YaRN" if workload.yarn_factor > 1 else ""
     require(
         workload.context <= limit,
-        f"context {workload.context} is beyond the limit of {shape.name}{stretched}; allowed: up to {limit}, or more "
-        "with --yarn of `ridgeplan plan`, which stretches its rotary embedding",
+        f"context {tokens_text(workload.context)} is beyond the limit of {shape.name}{stretched}; allowed: up to "
+        f"{tokens_text(limit)}, or more with --yarn of `ridgeplan plan`, which stretches its rotary embedding",
     )
     return workload
 

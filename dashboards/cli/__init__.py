@@ -22,8 +22,8 @@ from ridgeplan.dashboards.cli.groups import LazyGroup, command
 def main() -> None:
     """Predict, plan, run and validate long-context LLM inference.
 
-    Token counts may be written as 128k or 1M, memory as 24GB or 24GiB, times as 20ms or 2s. Exit codes: 0 success,
-    1 closed pipe or a defect, 2 bad input, 3 nothing fits, 4 the machine is too busy to measure, 130 Ctrl-C,
+    Token counts may be written as 128k (k = 1024) or 1M, memory as 24GB or 24GiB, times as 20ms or 2s. Exit codes:
+    0 success, 1 closed pipe or a defect, 2 bad input, 3 nothing fits, 4 the machine is too busy to measure, 130 Ctrl-C,
     143 SIGTERM.
 
     Examples:

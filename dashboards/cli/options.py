@@ -15,10 +15,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from ridgeplan.dashboards.cli.output import number
-from ridgeplan.dashboards.extras import require_package
 from ridgeplan.dashboards.files import FileProblem, is_writable
 from ridgeplan.planner import Plan, Prediction, quantities
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
+from ridgeplan.planner.extras import require_package
 from ridgeplan.planner.plan_file import SavedPlan, read_plan
 from ridgeplan.planner.quality import Quality, parse_quality
 from ridgeplan.planner.quantities import GB, size_text
@@ -222,7 +222,7 @@ one_gpu = partial(click.option, "--gpu", multiple=True, callback=one_name)
 
 # The workload.
 gpu = one_gpu(required=True, help=GPU_HELP)
-ctx = click.option(*CTX, "ctx", type=TOKENS, help="Prompt length in tokens, such as 128k.")
+ctx = click.option(*CTX, "ctx", type=TOKENS, help="Prompt length in tokens, such as 128k, which is 131072.")
 max_model_len = click.option("--max-model-len", type=TOKENS, help="Prompt and new tokens together; replaces --ctx.")
 batch = click.option(*BATCH, "batch", type=int, default=1, help="Sequences that run together.")
 new_tokens = click.option(

@@ -18,6 +18,7 @@ from ridgeplan.planner.acceptance.drafters import (
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.export.drafts import BLOCKS, CONTEXTS, HEADS, LOOKUPS, MIN_GAIN, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
+from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.sharding import shard
@@ -70,8 +71,10 @@ def _target_axes(placed: Served) -> Iterator[Carried]:
     options, plan = placed.options, placed.options.plan
     workload, eviction, attention = plan.workload, plan.eviction, plan.attention
     if workload.final_context > options.max_model_len:
-        length = f"{workload.context} tokens of context and {workload.new_tokens} new ones"
-        stops = f"{options.max_model_len} together, the model's limit; --yarn of `ridgeplan plan` stretches it"
+        length = f"{tokens_text(workload.context)} tokens of context and {tokens_text(workload.new_tokens)} new ones"
+        stops = (
+            f"{tokens_text(options.max_model_len)} together, the model's limit; --yarn of `ridgeplan plan` stretches it"
+        )
         yield Carried("length", length, stops, False)
     yield _weights(placed)
     yield _cache(placed)

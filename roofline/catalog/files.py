@@ -84,7 +84,8 @@ def fields_of_schema(document: object, schema: int, advice: str, error: type[Val
         raise error(f"it is {brief(document)}; allowed: an object with named fields")
     version = document.get("schema")
     if type(version) is not int or version < 1:
-        raise error(f"schema is {brief(version)}; allowed: {schema}")
+        wrong = brief(version) if "schema" in document else "missing, as ridgeplan did not write this document"
+        raise error(f"schema is {wrong}; allowed: {schema}")
     if version > schema:
         raise error(f"schema {brief(version)} is newer than this version reads; allowed: up to {schema}")
     if version < schema:

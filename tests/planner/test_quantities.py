@@ -32,6 +32,13 @@ def test_tokens_are_binary_as_context_lengths_are_named(text: str | int, number:
     assert tokens(text) == number
 
 
+def test_round_decimal_numbers_keep_their_digits() -> None:
+    """To whoever typed 128000, 125k would be another number."""
+    assert [tokens_text(number) for number in (131_072, 122_880, 128_000, 1 << 20, 1_024_000, 1023)] == [
+        "128k", "120k", "128000", "1M", "1024000", "1023",
+    ]  # fmt: skip
+
+
 @given(st.integers(1, MAX_TOKENS))
 def test_printed_tokens_are_read_back(number: int) -> None:
     assert tokens(tokens_text(number)) == number

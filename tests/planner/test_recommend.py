@@ -255,7 +255,7 @@ def test_bad_input_is_one_line_that_names_it(h200_profile, changes, message):
 
 def test_beyond_the_models_context_it_refuses_or_warns_and_yarn_stretches(h200_profile):
     with pytest.raises(
-        PlanError, match=r"context 32769 is beyond the limit of Qwen/Qwen2\.5-0\.5B; allowed: up to 32768"
+        PlanError, match=r"context 32769 is beyond the limit of Qwen/Qwen2\.5-0\.5B; allowed: up to 32k"
     ):
         recommend_llama(h200_profile, context=32769, model="Qwen2.5-0.5B")
     recommendation = recommend_llama(h200_profile, context=30000, model="Qwen2.5-0.5B", new_tokens=8000)

@@ -31,14 +31,14 @@ def test_yarn_stretches_in_halves_to_the_last_generated_token(h200_profile, cont
 def test_a_prompt_beyond_the_models_positions_is_refused_without_yarn(h200_profile):
     longest = workload_for(QWEN, h200_profile, 32768, 1024, 1, yarn=False)  # generation alone may pass the limit
     assert (longest.yarn_factor, longest.final_context) == (1, 33792)
-    with pytest.raises(PlanError, match=r"context 32769 is beyond the limit of .*; allowed: up to 32768, or .* --yarn"):
+    with pytest.raises(PlanError, match=r"context 32769 is beyond the limit of .*; allowed: up to 32k, or .* --yarn"):
         workload_for(QWEN, h200_profile, 32769, 1, 1, yarn=False)
 
 
 def test_a_plans_own_yarn_reaches_its_context():
     stretched = Workload("m", "h200", 49152, yarn_factor=1.5)
     assert within_context(stretched, QWEN) is stretched
-    with pytest.raises(PlanError, match=r"stretched 1\.5x by YaRN; allowed: up to 49152"):
+    with pytest.raises(PlanError, match=r"stretched 1\.5x by YaRN; allowed: up to 48k"):
         within_context(replace(stretched, context=49153), QWEN)
 
 
@@ -55,7 +55,7 @@ def test_a_workload_names_the_model_and_the_machine(h200_profile):
 
 def test_yarn_reaches_64_times_the_positions(h200_profile):
     assert workload_for(QWEN, h200_profile, 64 * 32768 - 1, 1, 1, yarn=True).yarn_factor == 64
-    with pytest.raises(PlanError, match=r"is 64\.5x the model's 32768; allowed: up to 64x with YaRN"):
+    with pytest.raises(PlanError, match=r"is 64\.5x the model's 32k; allowed: up to 64x with YaRN"):
         workload_for(QWEN, h200_profile, 64 * 32768, 1, 1, yarn=True)
 
 

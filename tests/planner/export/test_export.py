@@ -116,7 +116,7 @@ def test_a_length_beyond_the_models_limit_is_cut_to_it_and_said(
     assert "length" not in {exported.axis for exported in within.carried}
     message = axis(cut, "length")
     assert not message.exact
-    assert "131072 tokens of context and 1024 new" in message.plan and "131072 together" in message.engine
+    assert "128k tokens of context and 1k new" in message.plan and "128k together" in message.engine
     stretched = export(request_for(context=131_072, yarn=True))
     assert dict(stretched.command.arguments)["--max-model-len"] == 132_096
 

@@ -93,7 +93,7 @@ def test_the_fields_beside_the_schema() -> None:
     ("document", "message"),
     [
         ([], "it is []; allowed: an object with named fields"),
-        ({"a": 1}, "schema is None; allowed: 2"),
+        ({"a": 1}, "schema is missing, as ridgeplan did not write this document; allowed: 2"),
         ({"schema": "2"}, "schema is '2'; allowed: 2"),
         ({"schema": True}, "schema is True; allowed: 2"),
         ({"schema": 2.0}, "schema is 2.0; allowed: 2"),

@@ -48,7 +48,7 @@ def edited(profile, path, value):
         ("schema", 1, "schema 1 is of an older version; make it again with `ridgeplan calibrate`"),
         ("schema", 0, "schema is 0; allowed: 3"),
         ("schema", True, "schema is True; allowed: 3"),
-        ("schema", None, "schema is None; allowed: 3"),
+        ("schema", None, "schema is missing, as ridgeplan did not write this document; allowed: 3"),
         (
             "classes.linear.bandwidth_utilization",
             40,
