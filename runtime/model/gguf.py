@@ -35,13 +35,7 @@ from ridgeplan.roofline.catalog.gguf import (
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 from ridgeplan.runtime.heap import call_with_separate_heap
-from ridgeplan.runtime.model.gguf_tensors import (
-    file_tensors,
-    hub_config,
-    keeps_blocks,
-    rope_parameters,
-    stored_config,
-)
+from ridgeplan.runtime.model.gguf_tensors import file_tensors, hub_config, keeps_blocks, rope_parameters, stored_config
 from ridgeplan.runtime.progress import OnProgress, silent
 
 CONVERSION = "7"  # part of the folder's name: a change of what is written makes a new folder
