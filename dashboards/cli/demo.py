@@ -1,6 +1,7 @@
 """`ridgeplan demo`: recommends a plan for the embedded model, runs it and checks it.
 
-A machine that is neither calibrated nor in the catalog is calibrated first.
+A machine that is neither calibrated nor in the catalog is calibrated first. Where plain decoding then takes another
+time, that calibration is not kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
 from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.resolution import NotCalibrated, this_machine
-from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
 
 if TYPE_CHECKING:
     from ridgeplan.validate.comparison import Comparison
@@ -48,7 +49,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
       ridgeplan demo --context 4k --new-tokens 128
       ridgeplan demo --json
     """
-    source = embedded_or(None)
+    source, calibrated = embedded_or(None), user_profile_path().exists()
     profile = saved_or_quick_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
@@ -57,6 +58,10 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     plans = plans_to_run(recommendation)
     results = execute(plans, source, profile)
     titled = list(zip(plans.values(), results.runs, strict=True))
+    note = misfit_note(results.runs[0].comparison, profile)
+    if note and not calibrated:
+        user_profile_path().unlink(missing_ok=True)
+        note += "; what this demo calibrated is not kept"
     if as_json:
         runs = [run_dict(title, run) for title, run in titled]
         print_json({"recommendation": recommendation.to_dict(), "runs": runs, "in_turns": results.in_turns})
@@ -67,7 +72,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
         print_comparison(title, run.comparison)
     print_bars("Time per token", time_bars([(title, run.comparison) for title, run in titled]))
     note_order(results.in_turns)
-    if note := misfit_note(results.runs[0].comparison, profile):
+    if note:
         echo(wrapped(f"note: {note}"))
     echo(NEXT)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from ridgeplan.validate.calibration.calls import bench_for, class_calls, portabl
 from ridgeplan.validate.calibration.fit import Ceilings, KernelTiming, Samples, SamplesError, fit_rates, fit_steps
 from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import CPU_PASSES, NoiseCheck, slowdown
-from ridgeplan.validate.calibration.overheads import DISPATCH_TIMES, measured_rounds, with_dispatch, with_fitted_gaps
+from ridgeplan.validate.calibration.overheads import DISPATCH_TIMES, measured_rounds, with_dispatch, with_rounds
+from ridgeplan.validate.calibration.scales import SLOWED, fitted_scales, with_scales
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.timing import Bench, KernelCall
 
@@ -78,9 +80,17 @@ def calibrate(
     on_progress("whole rounds", read, read + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     rounds = measured_rounds(dispatched, suite.gap_shapes, place)
+    scales = fitted_scales(dispatched, suite.gap_shapes, rounds) if rounds and not cuda else {}
+    if slowed := [kind for kind, scale in scales.items() if scale < SLOWED]:
+        repeated = _measured(bench, suite, hardware.num_sms, on_progress, noise, slowed)
+        samples |= {kind: list(map(faster, samples[kind], of_kind)) for kind, of_kind in repeated.items()}
+        _, classes = _fitted_classes(hardware, (bandwidth, compute), samples, suite, noise)
+        dispatched = with_dispatch(
+            bench, replace(profile, classes=classes), suite.dispatch_shape, suite.dispatch_layers
+        )
     if keep is not None:
         keep(Samples.of(profile.device, profile.date, ceilings, samples).with_rounds(rounds))
-    return with_fitted_gaps(dispatched, suite.gap_shapes, rounds) if rounds else dispatched
+    return with_rounds(dispatched, suite.gap_shapes, rounds) if cuda or slowed else with_scales(dispatched, scales)
 
 
 @torch.inference_mode()
@@ -158,7 +168,7 @@ def refit(base: Profile, path: Path, suite: Suite | None = None) -> Profile:
     stepped = {kind: of_kind for kind, of_kind in samples.by_kind().items() if suite.steps_of(kind) is not None}
     fitted = {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in stepped.items()}
     profile = replace(base, classes={**base.classes, **fitted}, date=max(base.date, samples.date))
-    return with_fitted_gaps(profile, suite.gap_shapes, samples.rounds) if samples.rounds else profile
+    return with_rounds(profile, suite.gap_shapes, samples.rounds)
 
 
 def _device(name: str | None) -> torch.device:
@@ -222,6 +232,11 @@ def _fitted_classes(
         {kind: slowdown(of_kind, ceilings) for kind, of_kind in by_kind.items()},
     )
     return ceilings, {kind: noise.widened(kind, rates) for kind, rates in fitted.items()}
+
+
+def faster(first: KernelTiming, second: KernelTiming) -> KernelTiming:
+    """The shorter of two timings of a call."""
+    return min(first, second, key=attrgetter("seconds"))
 
 
 def untimed(call: KernelCall) -> KernelTiming:

@@ -272,7 +272,7 @@ class RoundSample(Checked):
     """A timed round of a calibration's model (its place in `Suite.gap_shapes`), with medians of its parts.
 
     tokens: that the timed rounds added. draft_s: of one draft step, 0 without drafts; rest_s: of what is neither a
-    draft step nor the target's.
+    draft step nor the target's. prefill_s: of a prompt of `context` tokens, where it was timed.
     """
 
     error = SamplesError
@@ -284,6 +284,7 @@ class RoundSample(Checked):
     draft_s: float = number(0, 1e3)
     target_s: float = number(0, 1e3)
     rest_s: float = number(0, 1e3)
+    prefill_s: float = number(0, 1e4, default=0.0)
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,8 @@ class NoiseCheck:
                     f"the machine is too busy: {problem}, or any with --allow-noisy; try again once other programs "
                     "have ended"
                 )
+        self.left_out.clear()
+        self.too_slow.clear()
         self.left_out.update({kind: spread for kind, spread in misfits.items() if kind in RELATIVES})
         self.too_slow.update({kind: times for kind, times in slow.items() if kind in RELATIVES})
         return {kind: rates for kind, rates in classes.items() if kind not in {*self.left_out, *self.too_slow}}
@@ -217,18 +219,21 @@ class NoiseCheck:
         return self.spreads[kind] > AGREEMENT or kind in self.read_once
 
     def note(self) -> str | None:
-        """What a busy machine did to the profile, as a line; None if it did nothing."""
-        noisy = [f"{kind} {spread:.0%}" for kind, spread in self.spreads.items() if spread > AGREEMENT]
-        misfits = [f"{kind} {spread:.0%}" for kind, spread in self.left_out.items()]
-        slow = [f"{kind} {times:.0f}x" for kind, times in self.too_slow.items()]
-        once = f"{len(self.read_once)} of {len(self.spreads)} classes were read only once in {QUICK_LIMIT_S:.0f} s"
-        parts = [
-            *([f"bands are wider; readings differ: {', '.join(noisy)}"] if noisy else []),
-            *([once] if self.read_once else []),
-            *([f"related classes stand for those whose fits are off: {', '.join(misfits)}"] if misfits else []),
-            *([f"related classes stand for those that are slower than it can be: {', '.join(slow)}"] if slow else []),
-        ]
-        return f"the machine was busy, so {'; '.join(parts)}" if parts else None
+        """What disturbed the calibration, and what that did to the profile, as a line; None if nothing did."""
+        noisy = [spread for spread in self.spreads.values() if spread > AGREEMENT]
+        replaced = [f"{kind} (its fit is off by {spread:.0%})" for kind, spread in self.left_out.items()]
+        replaced += [f"{kind} ({times:.0f} times slower than the machine)" for kind, times in self.too_slow.items()]
+        count = len(self.spreads)
+        parts = []
+        if noisy:
+            differing = f"readings of {len(noisy)} of {count} kernel classes differ by up to {max(noisy):.0%}"
+            parts.append(f"{differing}, so their bands are wider")
+        if self.read_once:
+            parts.append(f"{len(self.read_once)} of {count} classes were read only once in {QUICK_LIMIT_S:.0f} s")
+        if replaced:
+            parts.append(f"related classes stand for {', '.join(replaced)}")
+        cause = "other programs, or a virtual machine's neighbours, slowed readings"
+        return f"{cause}: {'; '.join(parts)}" if parts else None
 
 
 def require_plausible(profile: Profile) -> None:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.validate.calibration.fit import RoundSample
-from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured_round
+from ridgeplan.validate.calibration.scales import with_fitted_scales
+from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured_round, random_cache
 from ridgeplan.validate.timing import Bench, KernelCall, captured
 
 CONTEXT = 64
@@ -117,6 +119,8 @@ def _step_call(model: RandomDecoder) -> KernelCall:
 WORKLOADS = ((1800, 1), (7000, 3), (1800, 11))  # context, batch
 PRESETS = ("autoregressive", "quantspec")
 NEW_TOKENS = 256  # more than the timed rounds add
+CPU_WORKLOADS = ((512, 1), (1024, 1))
+CPU_PRESETS = ("autoregressive", "int8", "quantspec", "quantspec-int8")
 GAP_STEPS = (4, 8, 16)  # rows above which gaps may be longer: kernels of libraries start later than this package's
 
 
@@ -145,6 +149,13 @@ class Unexplained:
 def measured_rounds(profile: Profile, shapes: Sequence[ModelShape], device: torch.device) -> list[RoundSample]:
     """Rounds of models of `shapes` on this machine."""
     return [sample for index, shape in enumerate(shapes) for sample in _rounds(index, shape, profile, device)]
+
+
+def with_rounds(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:
+    """`profile` with what whole rounds take beyond its kernels: on a GPU gaps, on a CPU scales of the classes."""
+    if not rounds:
+        return profile
+    return (with_fitted_gaps if profile.asynchronous else with_fitted_scales)(profile, shapes, rounds)
 
 
 def with_fitted_gaps(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:
@@ -182,12 +193,22 @@ def fit_gaps(unexplained: Sequence[Unexplained]) -> Gaps:
 
 
 def _rounds(index: int, shape: ModelShape, profile: Profile, device: torch.device) -> Iterator[RoundSample]:
-    model = RandomModel.build(shape, device, Machine.of(profile))
-    for context, batch in WORKLOADS:
-        for name in PRESETS:
-            times = measured_round(model, _plan(shape, profile, name, context, batch, NEW_TOKENS))
-            rest_s = times.keep_s + times.idle_s
-            yield RoundSample(index, name, context, batch, times.grown, times.draft_s, times.verify_s, rest_s)
+    model, cuda = RandomModel.build(shape, device, Machine.of(profile)), profile.asynchronous
+    for (context, batch), name in product(WORKLOADS, PRESETS) if cuda else product(CPU_WORKLOADS, CPU_PRESETS):
+        plan = _plan(shape, profile, name, context, batch, NEW_TOKENS)
+        times = measured_round(model, plan, steady=cuda)
+        rest_s = times.keep_s + times.idle_s
+        sample = RoundSample(index, name, context, batch, times.grown, times.draft_s, times.verify_s, rest_s)
+        yield sample if cuda else replace(sample, prefill_s=_prompt_seconds(model, plan))
+
+
+def _prompt_seconds(model: RandomModel, plan: Plan) -> float:
+    """Seconds of a prompt of the plan's context."""
+    prompt = torch.randint(model.shape.vocab, (plan.workload.context,), device=model.device)
+    cache, target = random_cache(model, plan), model.target(plan)
+    start = time.perf_counter()
+    prefill(model.decoder, target, cache, 0, prompt)
+    return time.perf_counter() - start
 
 
 def _plan(shape: ModelShape, profile: Profile, name: str, context: int, batch: int, new_tokens: int) -> Plan:

@@ -11,7 +11,7 @@ from suite_results import REPORT, ROW
 
 from ridgeplan.dashboards.cli import demo, output
 from ridgeplan.planner import Recommendation, Workload, preset
-from ridgeplan.roofline.catalog.profile import Profile, load_profile
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, save_profile, user_profile_path
 from ridgeplan.runtime import load
 from ridgeplan.validate import NoiseCheck
 from ridgeplan.validate.calibration.fit import Samples
@@ -188,10 +188,26 @@ def test_demo_calibrates_only_once_and_notes_noise(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo.saved_or_quick_profile() == measured_profile
-    assert "readings differ: linear_int4 25%" in capsys.readouterr().err
+    assert "kernel classes differ by up to 25%" in capsys.readouterr().err
     assert load_profile(tmp_path / "ridgeplan" / "profile.json") == measured_profile
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
     assert demo.saved_or_quick_profile() == measured_profile
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_demo_drops_a_calibration_of_its_own_that_plain_decoding_refutes(
+    known: bool, invoke: Any, measured_profile: Profile, tiny_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: tiny_folder)
+    monkeypatch.setattr(demo, "misfit_note", lambda *_: "plain decoding took 9x the time")
+    if known:
+        save_profile(measured_profile, user_profile_path())
+    shown = " ".join(invoke("demo", "--context", 160, "--new-tokens", 6).stdout.split())
+    assert "note: plain decoding took 9x the time" in shown
+    assert ("what this demo calibrated is not kept" in shown) == (not known)
+    assert user_profile_path().exists() == known
 
 
 def test_demo_takes_the_profile_of_a_gpu_in_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +251,7 @@ def test_calibrate_keeps_what_was_measured_and_fits_it_again(
 def test_a_quick_calibration_notes_what_differed(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
     result = invoke("calibrate", "--quick", "--output", tmp_path / "own.json")
     assert result.exit_code == 0
-    assert "note: the machine was busy, so bands are wider; readings differ: linear_int4 25%" in result.stderr
+    assert "kernel classes differ by up to 25%, so their bands are wider" in result.stderr
 
 
 def test_a_noisy_machine_is_not_calibrated(

@@ -29,6 +29,7 @@ from ridgeplan.validate.calibration.noise import (
 from ridgeplan.validate.timing import Bench, KernelCall
 
 RATES = Rates(0.8, 0.5, 1e-6, 0.03)
+SLOWED = "other programs, or a virtual machine's neighbours, slowed readings: "
 
 
 def reading(*seconds: float) -> tuple[Reading, int]:
@@ -67,7 +68,7 @@ def test_a_quick_calibration_accepts_more_noise_and_says_so() -> None:
     assert check.note() is None
     check.record("linear", [0.4])
     check.record("rope", [0.05])
-    assert check.note() == "the machine was busy, so bands are wider; readings differ: linear 40%"
+    assert check.note() == f"{SLOWED}readings of 1 of 2 kernel classes differ by up to 40%, so their bands are wider"
     assert check.widened("linear", RATES).spread == pytest.approx((0.03**2 + 0.4**2) ** 0.5)
     with pytest.raises(NoisyMachine, match="readings of 'attention' differ by 60%; allowed: 50%, or any"):
         check.record("attention", [0.6])
@@ -91,7 +92,7 @@ def test_a_class_whose_fit_says_nothing_is_left_to_a_relative() -> None:
     check = NoiseCheck(allowed=True)
     misfit = replace(RATES, spread=0.97)
     assert check.fitting({"linear": RATES, "rope": misfit}, {}) == {"linear": RATES}
-    assert check.note() == "the machine was busy, so related classes stand for those whose fits are off: rope 97%"
+    assert check.note() == f"{SLOWED}related classes stand for rope (its fit is off by 97%)"
     assert check.fitting({"linear": misfit}, {}) == {"linear": misfit}  # nothing can stand for it
     with pytest.raises(NoisyMachine, match="the fit of 'linear' is off by 97%; allowed: 75%, or any with --allow-nois"):
         NoiseCheck().fitting({"linear": misfit}, {})
@@ -108,9 +109,7 @@ def test_a_class_far_slower_than_the_machine_is_left_to_a_relative() -> None:
     assert slowdowns == {"linear": pytest.approx(0.5), "attention_int4": pytest.approx(40)}
     check = NoiseCheck()
     assert check.fitting(dict.fromkeys(calls, RATES), slowdowns) == {"linear": RATES}
-    assert check.note() == (
-        "the machine was busy, so related classes stand for those that are slower than it can be: attention_int4 40x"
-    )
+    assert check.note() == f"{SLOWED}related classes stand for attention_int4 (40 times slower than the machine)"
     with pytest.raises(NoisyMachine, match="'linear' is 40 times slower than the machine; allowed: 20 times, or any"):
         check.fitting({"linear": RATES}, {"linear": 40.0})
 
@@ -188,7 +187,7 @@ def test_of_passes_that_never_agree_a_quick_calibration_keeps_the_fastest(monkey
     check = NoiseCheck(quick=True)
     samples, read = passes_of(check, monkeypatch, **passes)
     assert (samples, len(read)) == ({"attention": [("a call", 1.0)]}, CPU_PASSES)
-    assert check.note() == "the machine was busy, so bands are wider; readings differ: attention 50%"
+    assert check.note() == f"{SLOWED}readings of 1 of 1 kernel classes differ by up to 50%, so their bands are wider"
 
 
 def test_a_quick_calibration_reads_no_class_again_once_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +212,7 @@ def test_a_quick_calibration_reads_no_class_again_once_it_is_late(monkeypatch: p
     assert names(quick) == ["attention", "rope", "attention, pass 2"]
     assert quick.read_once == ["rope"]
     assert quick.note() == (
-        "the machine was busy, so bands are wider; readings differ: attention 50%; "
+        f"{SLOWED}readings of 1 of 2 kernel classes differ by up to 50%, so their bands are wider; "
         "1 of 2 classes were read only once in 90 s"
     )
     assert quick.widened("rope", RATES).spread == pytest.approx((0.03**2 + 1.0**2) ** 0.5)  # one pass says little

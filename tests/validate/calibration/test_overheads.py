@@ -45,7 +45,7 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
         draft_gap_s=0.0, target_gap_s=0.0, round_s=0.0,
     )  # fmt: skip
 
-    def round_of(model, plan):
+    def round_of(model, plan, steady):
         predicted, gamma = predict(plan, model.shape, bare), plan.speculation.gamma
         rows = plan.workload.batch * (gamma + 1)
         target_s = 1e-3 * predicted.verify_ms + predicted.round_s["acceptance"]
