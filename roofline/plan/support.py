@@ -179,10 +179,7 @@ def _missing_of_stored(plan: Plan, shape: ModelShape | None) -> dict[str, object
         selection.needs_head for selection in (plan.speculation.selection, plan.attention.selection)
     )
     name = f"{STORED_WEIGHTS}, of {shape.name} (its file stores {shape.weight_bits.format})" if shape else ""
-    return {
-        name: shape and not shape.weight_bits.stored.layers,
-        f"a trained head beside {STORED_WEIGHTS}": trained,
-    }
+    return {name: shape and not shape.weight_bits.stored.layers, f"a trained head beside {STORED_WEIGHTS}": trained}
 
 
 def _keeps_plain_kv(plan: Plan) -> bool:

@@ -35,6 +35,7 @@ from ridgeplan.roofline.catalog.gguf import (
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.roofline.catalog.layers import State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime.model.packed_weights import stored_name
 
 BLOCK_BYTES = 17
@@ -219,7 +220,7 @@ def _hub_name(name: str, layer: Mapping[str, str]) -> str:
     index, part, last = match.groups() if match else (None, name, None)
     known = REST if index is None else layer
     if part not in known:
-        raise ValueError(f"tensor {name} has no known meaning")
+        raise ValueError(f"tensor {brief(name)} has no known meaning")
     hub_name = known[part] if index is None else f"model.layers.{index}.{known[part]}"
     return hub_name if part in BARE else f"{hub_name}.{last}"
 
