@@ -117,8 +117,8 @@ def test_bad_prompt_files_are_refused(
     path = tmp_path / "prompt.txt"
     if content is not None:
         path.write_bytes(content)
-    for command in (("validate", plan_path, "--any-model", "--profile", profile_path), ("run", plan_path)):
-        assert words in refuses(*command, "--model", tiny_folder, "--prompt-file", path)
+    for command in (("validate", plan_path, "--profile", profile_path), ("run", plan_path)):
+        assert words in refuses(*command, "--any-model", "--model", tiny_folder, "--prompt-file", path)
 
 
 def test_a_machine_that_is_not_calibrated_is_refused_before_anything_runs(
