@@ -214,10 +214,7 @@ def family_of(name: str, template: Plan) -> Family:
         gammas = (speculation.gamma,) if speculation.adaptive else GAMMAS[1:]
     gammas = gammas[: max(template.workload.new_tokens - 1, 1)]
     return Family(
-        name,
-        template,
-        gammas=gammas if speculation.active else (0,),
-        ratios=RATIOS if speculation.sparse else (1.0,),
+        name, template, gammas=gammas if speculation.active else (0,), ratios=RATIOS if speculation.sparse else (1.0,)
     )
 
 

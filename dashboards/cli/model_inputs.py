@@ -98,8 +98,9 @@ def model_folder(source: str) -> str:
         return model_source(source, lambda *state: bar()(*state))
 
 
+@cache
 def model_tokenizer(source: str) -> Any:
-    """The model's tokenizer. Raises ModelError."""
+    """The model's tokenizer, loaded once. Raises ModelError."""
     from ridgeplan.runtime.model.checkpoint import load_tokenizer
 
     return load_tokenizer(model_folder(source))

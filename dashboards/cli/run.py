@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli.engine_request import EngineRequest, loading_optio
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import check_request
 from ridgeplan.dashboards.cli.output import echo, print_json
-from ridgeplan.dashboards.cli.run_inputs import CONTEXT_STEP, PromptInput, planned_context, prompt_inputs
+from ridgeplan.dashboards.cli.run_inputs import CONTEXT_STEP, PromptInput, planned_context, prompt_inputs, token_ids
 from ridgeplan.planner.quantities import size_text, time_text
 from ridgeplan.planner.resolution import this_machine
 
@@ -111,11 +111,11 @@ def run(
     if request.saved is not None:
         plan = request.plan()
         limit = min(limit, plan.workload.new_tokens) if max_new_tokens is None else limit
-        ids = [each.tokens(request.source, plan.workload.context, cut=truncate) for each in inputs]
+        ids = token_ids(inputs, request.source, plan.workload.context, cut=truncate)
         startup.end("model files and prompt")
     else:
         room = request.ctx or (CONTEXT_STEP if inputs[0].opening else max(1, request.shape.max_context - limit))
-        ids = [each.tokens(request.source, room, cut=truncate) for each in inputs]
+        ids = token_ids(inputs, request.source, room, cut=truncate)
         startup.end("model files and prompt")
         plan = request.plan(request.ctx or planned_context(ids, room), limit)
     check_request(ids, plan.workload, request.source, limit)  # before weights, which take minutes to load

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +22,9 @@ from ridgeplan.planner.quantities import time_text, tokens_text
 from ridgeplan.roofline.catalog.files import MAX_DOCUMENT_BYTES, existing_path, expanded
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
+
+if TYPE_CHECKING:
+    from ridgeplan.runtime.chat_template import TemplateProcess
 
 CONTEXT_STEP = 1024  # plans for a model have contexts of whole steps, so that kernels are tuned once for close lengths
 STDIN = "-"
@@ -70,11 +74,11 @@ class PromptInput:
         """Whether it is the opening of the text that ships with Python."""
         return self.text is None and not self.messages
 
-    def tokens(self, source: str, context: int, *, cut: bool) -> list[int]:
+    def tokens(self, source: str, context: int, process: TemplateProcess, *, cut: bool) -> list[int]:
         """Its token ids. No weights are read.
 
-        cut: keep the last `context` tokens of a longer prompt, which is refused otherwise. Raises PromptError, and
-        ChatTemplateError for a conversation that the model's template does not take.
+        process: renders the model's chat template. cut: keep the last `context` tokens of a longer prompt, which is
+        refused otherwise. Raises PromptError, and ChatTemplateError for a conversation that the template does not take.
         """
         from ridgeplan.runtime.chat_template import chat_text
         from ridgeplan.runtime.text import encoded
@@ -84,7 +88,7 @@ class PromptInput:
             return opening_tokens(source, None, context)
         tokenizer = model_tokenizer(source)
         if self.messages:
-            ids = encoded(tokenizer, chat_text(tokenizer, self.messages), special_tokens=False)
+            ids = encoded(tokenizer, chat_text(tokenizer, self.messages, process), special_tokens=False)
         else:
             text = self.text or ""
             ids = encoded(tokenizer, text) if cut else first_tokens(tokenizer, context + 1, text)
@@ -93,6 +97,14 @@ class PromptInput:
             otherwise = ", or any with --truncate" if ids else ""
             raise PromptError(f"the prompt has {count}; allowed by the plan: 1 to {context}{otherwise}")
         return ids[-context:]
+
+
+def token_ids(inputs: Sequence[PromptInput], source: str, context: int, *, cut: bool) -> list[list[int]]:
+    """The token ids of each prompt, as `PromptInput.tokens` has them, from one process for all templates."""
+    from ridgeplan.runtime.chat_template import TemplateProcess
+
+    with closing(TemplateProcess()) as process:
+        return [each.tokens(source, context, process, cut=cut) for each in inputs]
 
 
 def prompt_inputs(
@@ -178,7 +190,7 @@ def plan_for_run(model: str, context: int, search: SearchOptions) -> Plan:
     recommendation = planner.recommend(model, "auto", context, search)
     workload, predicted = recommendation.plan.workload, recommendation.predicted
     echo(
-        f"note: planned for {tokens_text(workload.context)} tokens of prompt and {workload.new_tokens} new ones: "
+        f"note: planned for {tokens_text(workload.context)} tokens of context and {workload.new_tokens} new ones: "
         f"{recommendation.name}, {time_text(predicted.best.tpot_ms)} per token [{predicted.source}]",
         err=True,
     )

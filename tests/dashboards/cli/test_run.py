@@ -13,8 +13,11 @@ from ridgeplan import runtime
 from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibration_tokens
 from ridgeplan.dashboards.cli.output import printable
 from ridgeplan.dashboards.cli.run import summary
+from ridgeplan.dashboards.cli.run_inputs import PromptInput, token_ids
 from ridgeplan.planner import Workload, preset
 from ridgeplan.roofline.catalog.parallel import Parallel
+from ridgeplan.runtime.chat_template import TemplateProcess
+from ridgeplan.runtime.model import checkpoint
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.runtime.text import before_stop, text_pieces
@@ -200,7 +203,7 @@ def test_a_model_is_planned_for_its_prompt(invoke: Any, cpu_profile: Path, tiny_
     answer = json.loads(result.stdout)
     workload = answer["plan"]["workload"]
     assert (workload["context"], workload["new_tokens"], len(answer["tokens"])) == (64, 4, 4)
-    assert "note: planned for 64 tokens of prompt and 4 new ones: " in result.stderr
+    assert "note: planned for 64 tokens of context and 4 new ones: " in result.stderr
 
 
 def test_a_run_far_slower_than_predicted_says_so(invoke: Any, cpu_profile: Path, tiny_folder: Path) -> None:
@@ -304,6 +307,21 @@ def test_bad_lines_are_named(refuses: Any, plan_path: Path, tmp_path: Path, line
     lines = tmp_path / "prompts.jsonl"
     lines.write_text(f'"The capital"\n{line}\n')
     assert words in refuses("run", plan_path, "--prompts", lines)
+
+
+def test_prompts_share_a_tokenizer_and_a_process_for_templates(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of which takes half a second to start."""
+    folder, events = tmp_path / "chatty", []
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}:")
+    load, start = checkpoint.load_tokenizer, TemplateProcess._started
+    monkeypatch.setattr(checkpoint, "load_tokenizer", lambda source: events.append("load") or load(source))
+    monkeypatch.setattr(TemplateProcess, "_started", lambda self: events.append("start") or start(self))
+    inputs = [PromptInput(messages=({"role": "user", "content": text},)) for text in ("a", "bc")]
+    assert token_ids(inputs, str(folder), 8, cut=False) == [[64, 25], [65, 66, 25]]  # of a:, bc:
+    assert events == ["load", "start"]
 
 
 @pytest.mark.parametrize("graphs", [True, False])
