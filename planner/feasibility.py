@@ -91,8 +91,8 @@ def _without_plugin(question: Question) -> Iterator[Fix]:
     """vLLM itself, with whatever else it needs to fit."""
     changes: dict[str, Any] = {"backend": "vllm"}
     if _executable_families(question.with_options(**changes)):
-        return _with_what_fits(question, changes, "--backend vllm")
-    return _with_what_fits(question, {**changes, "kv_format": None}, "--backend vllm with another KV format")
+        return _with_what_fits(question, changes, "backend vllm")
+    return _with_what_fits(question, {**changes, "kv_format": None}, "backend vllm with another KV format")
 
 
 def _with_what_fits(question: Question, changes: Mapping[str, Any], text: str = "") -> Iterator[Fix]:
@@ -182,7 +182,7 @@ def _stored_file(question: Question) -> Iterator[str]:
 def on_device(question: Question, whole_model: Question | None = None) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
     gpus = fewest_gpus(whole_model or question)
-    several = Fix({"gpus": gpus}, f"--gpus {gpus}") if gpus else None
+    several = Fix({"gpus": gpus}, f"{gpus} x {question.profile.hardware.name}") if gpus else None
     return tuple(_fixes(question.with_options(offload=False), several))
 
 

@@ -98,8 +98,12 @@ def _range(text: str, parse: Callable[[str], int]) -> Iterable[int]:
 
 
 def _split(value: object) -> tuple[Decimal | None, str]:
-    """Number and unit of a text such as `1.5 GiB`, in lower case; no number where it is none."""
+    """Number and unit of a text such as `1.5 GiB`, in lower case; no number where it is none.
+
+    Raises PlanError for a negative one.
+    """
     text = str(value).strip().replace("_", "").replace(",", "").lower()
+    require(not re.match(r"-\s*\d", text), f"{brief(value)} is negative; allowed: a positive number")
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{0,9})?(?:e\+?\d{1,2})?)\s*([a-z]*)", text, re.ASCII)
     return (Decimal(match[1]), match[2]) if match else (None, "")
 

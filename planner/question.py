@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.sharding import shard
-from ridgeplan.roofline.catalog.validation import flag, number, one_of, whole
+from ridgeplan.roofline.catalog.validation import flag, number, one_of, together, whole
 from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
 from ridgeplan.roofline.latency import Machine, experts_kind
 from ridgeplan.roofline.plan.plan import (
@@ -365,18 +365,21 @@ def expert_notes(plan: Plan, question: Question) -> Iterator[str]:
     if shape.is_moe and share < SLOW_SHARE:
         yield (
             f"experts of {bits} bits are read at {share:.0%} of the bandwidth, those of 16 bits at {full_share:.0%}; "
-            "--backend vllm has that engine's times"
+            "the backend vllm has that engine's times"
         )
 
 
 def ask(
     model: str | ModelShape, gpu: str, context: int | str, options: SearchOptions | None = None, **changes: Any
 ) -> Question:
-    """The question for what a user names, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
-    options = SearchOptions.of(options, changes)
+    """The question for what a user names, as `recommend` documents it. Raises ValueErrors that say what is wrong."""
+    rows = {name: changes.get(name, getattr(options, name, None)) for name in ("profile", "acceptance")}
+    options, (shape, profile), _ = together(
+        [partial(SearchOptions.of, options, changes), partial(resolve, model, gpu, **rows),
+         lambda: Workload("any", "any", tokens(context))]
+    )  # fmt: skip
     require(options.several_gpus or not options.expert_parallel, "expert_parallel is true on one GPU; allowed: on more")
     options = executed_by_engine(options) if options.several_gpus else options
-    shape, profile = resolve(model, gpu, options.profile, options.acceptance)
     workload = workload_for(shape, profile, tokens(context), options.new_tokens, options.batch, yarn=options.yarn)
     workload = options.described(workload)
     this_machine = gpu == "auto" and options.profile is None

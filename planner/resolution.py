@@ -24,6 +24,7 @@ from ridgeplan.roofline.catalog.profile import (
     user_acceptance_path,
     user_profile_path,
 )
+from ridgeplan.roofline.catalog.validation import together
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, MAX_YARN_FACTOR, Workload, require
 
 Row = TypeVar("Row")
@@ -36,14 +37,23 @@ def resolve(
 
     "auto" is this machine: the profile saved by `ridgeplan calibrate` if there is one, else its GPU by name.
     acceptance: a file of `ridgeplan acceptance`, by default the one that it saved, if any; its rows join the profile's.
-    Raises UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile, ProfileError or PlanError (all ValueError).
+    Raises UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile, ProfileError or PlanError, or Mistakes
+    where both are wrong (all ValueError).
     """
-    shape = model if isinstance(model, ModelShape) else load_shape(model)
+    shape, machine = together(
+        [lambda: model if isinstance(model, ModelShape) else load_shape(model),
+         lambda: _machine(gpu, profile, acceptance)]
+    )  # fmt: skip
+    return shape, machine
+
+
+def _machine(gpu: str, profile: Profile | str | Path | None, acceptance: str | Path | None) -> Profile:
+    """The profile to predict with, with the rows of acceptance."""
     user_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
     if gpu == "auto":
-        return shape, with_rows(user_profile or _calibrated(), acceptance)
+        return with_rows(user_profile or _calibrated(), acceptance)
     hardware = load_hardware(gpu)
-    return shape, with_rows(profile_for(hardware, (user_profile,) if user_profile else shipped_profiles()), acceptance)
+    return with_rows(profile_for(hardware, (user_profile,) if user_profile else shipped_profiles()), acceptance)
 
 
 def with_rows(profile: Profile, path: str | Path | None = None) -> Profile:

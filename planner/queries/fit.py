@@ -128,7 +128,7 @@ def remedies(
     """What would make a size fit that does not: more GPUs for a preset, else all that `recommend` offers."""
     if preset:
         gpus = fewest_gpus(ask(model, gpu, context, options, batch=batch), preset)
-        return (Fix({"gpus": gpus}, f"--gpus {gpus}"),) if gpus else ()
+        return (Fix({"gpus": gpus}, f"{gpus} x {gpu}"),) if gpus else ()
     try:
         recommend(model, gpu, context, options, batch=batch)
     except NothingFits as error:

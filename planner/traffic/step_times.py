@@ -149,7 +149,7 @@ class Replica:
             needed, limit = size_text(sizes.fixed), size_text(question.memory_limit_bytes)
             gpu, name = question.profile.hardware.name, question.shape.name
             gpus = fewest_gpus(question, preset_name(self.plan))
-            hint = f"; allowed: --gpus {gpus}" if gpus else ""
+            hint = f"; allowed: {gpus} x {gpu}" if gpus else ""
             raise NothingFits(f"{name} does not fit {gpu}: {needed} of {limit} without any KV cache{hint}")
         queries = 1 + self.plan.speculation.gamma
         if engine is not None:

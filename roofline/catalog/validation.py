@@ -9,7 +9,7 @@ pydantic's core is used: importing pydantic itself, to derive checks from annota
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from enum import Enum
 from functools import cache
@@ -57,11 +57,50 @@ def listed(invalid: ValidationError, arguments: CoreSchema) -> str:
     """One line: the only mistake, or the first few, numbered. `arguments` are the fields of the checked dataclass."""
     details = invalid.errors(include_url=False)
     mistakes = [_mistake(item, arguments) for item in details[:MAX_LISTED]]
+    more = len(details) - len(mistakes)
+    return numbered(mistakes, len(details)) + (f"; and {more} more" if more else "")
+
+
+def numbered(mistakes: Sequence[str], count: int = 0) -> str:
+    """The only mistake, or all in one line. count: how many there are, by default those given."""
     if len(mistakes) == 1:
         return mistakes[0]
-    numbered = "; ".join(f"({index}) {mistake}" for index, mistake in enumerate(mistakes, start=1))
-    more = len(details) - len(mistakes)
-    return f"{len(details)} mistakes: {numbered}" + (f"; and {more} more" if more else "")
+    texts = "; ".join(f"({index}) {mistake}" for index, mistake in enumerate(mistakes, start=1))
+    return f"{count or len(mistakes)} mistakes: {texts}"
+
+
+class Mistakes(ValueError):
+    """Several mistakes of a user's input."""
+
+    def __init__(self, mistakes: Sequence[str]) -> None:
+        super().__init__(numbered(mistakes))
+        self.mistakes = tuple(mistakes)
+
+
+def together(steps: Iterable[Callable[[], Any]], known: Sequence[str] = ()) -> list[Any]:
+    """The results of all steps. known: mistakes that were seen before.
+
+    Raises the error of the only step that fails, or Mistakes with those of all; defects raise at once.
+    """
+    results, problems, mistakes = [], [], [*known]
+    for step in steps:
+        try:
+            results.append(step())
+        except ValueError as problem:
+            if not is_user_error(problem):
+                raise
+            problems.append(problem)
+            mistakes += getattr(problem, "mistakes", (str(problem),))
+    if problems and not known and len(problems) == 1:
+        raise problems[0]
+    if mistakes:
+        raise Mistakes(mistakes)
+    return results
+
+
+def is_user_error(error: ValueError) -> bool:
+    """Whether the user's input caused an error: the package defines its class. Other errors keep their traceback."""
+    return type(error).__module__.startswith("ridgeplan.")
 
 
 def _mistake(details: Mapping[str, Any], arguments: CoreSchema) -> str:

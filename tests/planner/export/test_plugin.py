@@ -141,7 +141,7 @@ def test_what_is_not_carried_is_refused_in_a_line(plan: Plan, changes: dict[str,
 
 
 def test_a_model_that_the_plugin_does_not_carry_is_refused() -> None:
-    with pytest.raises(NothingFits, match=r"carries no .*experts; allowed: --backend vllm"):
+    with pytest.raises(NothingFits, match=r"carries no .*experts; allowed: backend vllm"):
         recommend("Qwen/Qwen3-30B-A3B", "h200", 32000, backend="vllm+plugin")
     with pytest.raises(PlanError, match=r"carries no experts; allowed: export without --plugin$"):
         export_with_plugin(options(preset("int8", replace(WORKLOAD, model="Qwen/Qwen3-30B-A3B"))))

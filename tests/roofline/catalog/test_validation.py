@@ -10,6 +10,7 @@ import pytest
 from ridgeplan.roofline.catalog.validation import (
     Checked,
     InvalidField,
+    Mistakes,
     brief,
     build,
     flag,
@@ -23,6 +24,7 @@ from ridgeplan.roofline.catalog.validation import (
     text,
     texts,
     texts_by_name,
+    together,
     whole,
 )
 
@@ -201,6 +203,20 @@ def test_several_mistakes_are_listed_together() -> None:
         "(2) inner.depth is 'x'; allowed: a number from 0.5 to 2; "
         "(3) parts.'a b'.width is 101; allowed: a whole number from 1 to 100; (4) bits is 5; allowed: 4, 8"
     )
+
+
+def test_steps_together_name_all_that_is_wrong_and_defects_stay_defects() -> None:
+    def wrong(text: str) -> None:
+        raise InvalidField(text)
+
+    assert together([lambda: 1, lambda: 2]) == [1, 2]
+    with pytest.raises(InvalidField, match=r"^one$"):
+        together([lambda: 1, lambda: wrong("one")])
+    with pytest.raises(Mistakes, match=r"^3 mistakes: \(1\) known; \(2\) one; \(3\) two$") as caught:
+        together([lambda: wrong("one"), lambda: together([lambda: wrong("two")])], ["known"])
+    assert caught.value.mistakes == ("known", "one", "two")
+    with pytest.raises(ValueError, match="invalid literal"):
+        together([lambda: wrong("one"), lambda: int("x")])
 
 
 def test_no_more_than_sixteen_mistakes_are_listed() -> None:
