@@ -8,12 +8,11 @@ from typing import Any
 
 from ridgeplan.planner.parallelism import DegreeChoice, degree_lines
 from ridgeplan.planner.prediction import Prediction
-from ridgeplan.planner.quantities import probability_text, size_text, time_text
 from ridgeplan.planner.queries.drafter_range import DrafterRange
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
-from ridgeplan.planner.render.text import bottleneck, on_host_text, plain_text
+from ridgeplan.planner.render.text import on_host_text, plain_text
+from ridgeplan.planner.render.verdict import reasons
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.support import Backend
 
@@ -127,7 +126,16 @@ class Recommendation(Table):
 
     def explain(self) -> str:
         """Why this plan: the bottleneck, the round's arithmetic, memory, quality, and the nearest alternatives."""
-        return "\n".join((*self._choice(), *self._round(), *self._rest()))
+        workload = self.plan.workload
+        lines = [f"{what}: {text}" for what, text in reasons(self)]
+        lines += [f"note: {note}" for note in (self.warning, *self.notes) if note]
+        lines += [f"all on the GPU: {', or '.join(fix.text for fix in self.on_device)}"] if self.on_device else []
+        lines += [f"degrees: {line}" for line in degree_lines(self.degrees)]
+        lines += [f"rejected: {other.preset}, {other.rejected}" for other in self.alternatives[:5]]
+        question = (
+            f"{workload.model} on {workload.devices}, {workload.context} tokens of context, batch {workload.batch}:"
+        )
+        return "\n  ".join((question, *lines))
 
     @property
     def warning(self) -> str | None:
@@ -155,80 +163,9 @@ class Recommendation(Table):
         """What speed-ups compare with; marked where it does not fit, so that its time is hypothetical."""
         return plain_text(self.shape) + ("" if self.baseline_fits else ", which does not fit")
 
-    def _choice(self) -> list[str]:
-        workload = self.plan.workload
-        return [
-            f"{workload.model} on {workload.devices}, {workload.context} tokens of context, batch {workload.batch}:",
-            f"  {self._where}: {self._headline(self.name, self.predicted)}",
-            *([f"  {self.warning}"] if self.warning else []),
-            *([f"  all on the GPU: {', or '.join(fix.text for fix in self.on_device)}"] if self.on_device else []),
-            f"  fastest estimated: {self._fastest_estimated()}",
-            *(f"  {line}" for line in bottleneck(self.baseline, self.shape, workload)),
-        ]
-
-    @property
-    def _where(self) -> str:
-        if self.backend is not Backend.RIDGEPLAN:
-            return f"for {self.backend}"
-        return self.verdict if self.model_runs else "best estimate, as this package does not run it"
-
-    def _headline(self, name: str, predicted: Prediction) -> str:
-        sure = predicted.beats_plain
-        chance = f", faster with {probability_text(sure)} probability" if sure else ""
-        return (
-            f"{name}: {time_text(predicted.best.tpot_ms)} per token "
-            f"({time_text(predicted.low.tpot_ms)} to {time_text(predicted.high.tpot_ms)}), "
-            f"{predicted.speedup:.2f}x {plain_text(self.shape)} ({self._plain_ms_text()}){chance} "
-            f"[{predicted.source}]"
-        )
-
-    def _plain_ms_text(self) -> str:
-        oom_reason = "" if self.baseline_fits else ", which does not fit"
-        return time_text(self.baseline.best.tpot_ms) + oom_reason
-
-    def _fastest_estimated(self) -> str:
-        if self.best_estimated is None:
-            return "no plan that is only estimated is faster"
-        other = self.best_estimated
-        return f"{self._headline(other.preset, other.predicted)}, {other.rejected}"
-
-    def _round(self) -> list[str]:
-        speculation, predicted = self.plan.speculation, self.predicted
-        if not speculation.active:
-            return ["  no speculation: every step decodes one token"]
-        acceptance = predicted.acceptance
-        return [
-            f"  a round drafts {speculation.gamma} x {time_text(predicted.draft_step_ms)}, verifies in "
-            f"{time_text(predicted.verify_ms)} and yields {predicted.tokens_per_round:.2f} tokens",
-            f"  acceptance {acceptance.best:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f}), "
-            f"{acceptance.source}: {acceptance.where}",
-            *([f"  {self.drafter_text}"] if self.drafter_range else []),
-            *self._adaptive(),
-        ]
-
     @property
     def drafter_text(self) -> str:
         """The drafter, how many tokens it proposes at a time, and where it pays."""
         drafter = self.plan.speculation.drafter
         count = f"{drafter.depth} token{'s' if drafter.depth > 1 else ''} at a time"
         return f"{drafter.kind}, {count}: {self.drafter_range}"
-
-    def _adaptive(self) -> list[str]:
-        if self.adaptive is None:
-            return []
-        max_loss = 100 * (RUNNING_LOSS + STARTING_LOSS)
-        return [
-            f"  adaptive: gamma 0 to {self.adaptive.speculation.gamma}, following the acceptance; at most "
-            f"{max_loss:.3g}% slower than plain decoding on any text"
-        ]
-
-    def _rest(self) -> list[str]:
-        peak = self.predicted.best.peak_memory_bytes
-        lines = [f"  peak memory {size_text(peak)} of {size_text(self.memory_limit_bytes)}"]
-        lines += [f"  quality cost: {loss}" for loss in self.losses]
-        lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  degrees: {line}" for line in degree_lines(self.degrees)]
-        for other in self.alternatives[:5]:
-            reason = other.rejected.removeprefix("slower: ").removeprefix("larger: ")
-            lines.append(f"  rejected: {other.preset}, {reason}")
-        return lines
