@@ -32,6 +32,7 @@ from ridgeplan.roofline.engine import PAGE_TOKENS
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, PlanError, require
 
 PERCENTILES = (50, 90, 99)
+KEEPS_UP = 0.9  # least time in which requests arrive over that in which they are served, so that no queue grows
 MAX_REPLICAS, MAX_REQUESTS = 4096, 5_000_000
 DEFAULT_PRESET, DEFAULT_ISL, DEFAULT_OSL = "autoregressive", "8k", "512"
 
@@ -64,9 +65,9 @@ class LoadRow:
     rate: requests per second, of all replicas. Times are percentiles over the requests: TTFT includes queueing, TPOT is
     the mean time between a request's tokens. goodput: requests per second within both limits. busy: share of the time
     in which a replica runs steps. kv_mean, kv_peak: shares of the KV cache held. rejected: requests that no KV cache
-    of a replica holds. dollars: of a million prompt tokens and of a million output tokens, by the time of steps that
-    each takes. gpus: of all replicas, those that only process prompts included. joules_per_output_token: of all GPUs,
-    while they run steps.
+    of a replica holds. keeps_up: whether no queue grows. dollars: of a million prompt tokens and of a million output
+    tokens, by the time of steps that each takes. gpus: of all replicas, those that only process prompts included.
+    joules_per_output_token: of all GPUs, while they run steps.
     """
 
     rate: float
@@ -89,6 +90,7 @@ class LoadRow:
     cached_share: float
     preemptions: int
     rejected: int
+    keeps_up: bool
     misses: tuple[str, ...]
     dollars_per_million_prompt: float | None
     dollars_per_million_output: float | None
@@ -98,6 +100,25 @@ class LoadRow:
     def meets(self) -> bool:
         """Whether the 99th percentiles are within the limits, and no request is rejected."""
         return not self.misses
+
+    def verdict(self, limits: LatencyLimits) -> str:
+        """Whether its GPUs keep up with the rate and hold the limits, in words."""
+        several, late = self.gpus > 1, [name for name in self.misses if name != "rejected"]
+        gpus = f"At {self.rate:.4g}/s, {self.gpus} GPU{'s' * several}"
+        first, later = (
+            time_text(taken_ms) + (f" (limit {time_text(1e3 * limit_s)})" if limit_s else "")
+            for taken_ms, limit_s in ((self.ttft_p99_ms, limits.ttft_s), (self.tpot_p99_ms, limits.tpot_s))
+        )
+        times = f"99% of the requests get their first token within {first} and take {later} or less per token after it"
+        refused = f" {self.rejected} requests do not fit and are rejected." if self.rejected else ""
+        if late:
+            return f"{gpus} miss{'es' * (not several)} the latency limit on {' and '.join(late)}: {times}.{refused}"
+        if limits == LatencyLimits() and not self.keeps_up:
+            least = math.ceil(self.gpus * self.rate / self.requests_per_s)
+            served = f"serve{'s' * (not several)} only {self.requests_per_s:.3g}/s, so that the queue grows"
+            return f"{gpus} {served}; at least {least} GPUs are needed.{refused}"
+        held = "hold# the latency limits" if limits != LatencyLimits() else "keep# up; no latency limit is set"
+        return f"{gpus} {held.replace('#', 's' * (not several))}: {times}.{refused}"
 
     @property
     def spending(self) -> str:
@@ -129,6 +150,11 @@ class ServingCapacity(Table):
     degrees: str = str(SINGLE)
 
     chart = Lines(("rate",), "ttft_p99_ms", "99th percentile of TTFT, ms")
+
+    @property
+    def verdicts(self) -> list[str]:
+        """A sentence for each rate: how many GPUs, and whether they keep up and hold the limits."""
+        return [row.verdict(self.limits) for row in self.rows]
 
     def summary(self) -> str:
         """The GPUs of every rate in one line."""
@@ -442,6 +468,7 @@ class _Study:
             kv_peak=max(result.kv_peak_tokens for result in served) / self.server.kv_tokens,
             cached_share=outcome.cached_tokens / tokens,
             preemptions=sum(result.preemptions for result in served), rejected=rejected,
+            keeps_up=bool(np.ptp(requests.arrival_s) >= KEEPS_UP * span_s),
             misses=(*misses, *(("rejected",) if rejected else ())),
             dollars_per_million_prompt=None if spent is None else 1e6 * spent * share / tokens,
             dollars_per_million_output=None if spent is None else 1e6 * spent * (1 - share) / outputs,
@@ -471,7 +498,7 @@ class _Study:
             yield "steps with prompts are fitted to vLLM serving Llama-3.1-8B in bf16 on one H200 (docs/traffic.md)"
         if rejected := max(row.rejected for row in rows):
             yield f"{rejected} requests do not fit {self._limits}: rejected"
-        if any(row.requests_per_s < 0.9 * row.rate for row in rows):
+        if not all(row.keeps_up for row in rows):
             yield "where fewer requests are served than arrive, queues grow with the number of requests simulated"
 
 
