@@ -17,11 +17,6 @@ class FileProblem(ValueError):
     """A file that a user named cannot be read or written."""
 
 
-def is_user_error(error: ValueError) -> bool:
-    """Whether the user's input caused an error: the package defines its class. Other errors keep their traceback."""
-    return type(error).__module__.startswith("ridgeplan.")
-
-
 def is_writable(path: Path) -> bool:
     """Whether a regular file can be written there. A device or a pipe of that name would be replaced, so it cannot."""
     try:

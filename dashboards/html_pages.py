@@ -10,7 +10,8 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from ridgeplan.dashboards.charts.plans import alternatives
+from ridgeplan.dashboards.charts.capacity import capacity_map
+from ridgeplan.dashboards.charts.plans import BRIEF_PLANS, alternatives
 from ridgeplan.dashboards.charts.results import (
     attentions,
     choices,
@@ -22,15 +23,14 @@ from ridgeplan.dashboards.charts.results import (
     scatter,
     similarities,
 )
-from ridgeplan.dashboards.charts.rooflines import roofline
 from ridgeplan.dashboards.charts.rounds import waterfall
+from ridgeplan.dashboards.charts.style import titled
+from ridgeplan.dashboards.charts.traffic import LATENCIES, front_figure, latency_figure
 from ridgeplan.dashboards.rows import Row, grouped
 from ridgeplan.planner import Recommendation
-from ridgeplan.planner.quantities import tokens_text
-from ridgeplan.planner.queries.maps import PlanMap
-from ridgeplan.planner.queries.sweep import GridSweep, SweepPoint
+from ridgeplan.planner.queries.sweep import GridSweep
+from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence, verdict
 from ridgeplan.planner.traffic.serving import ServingCapacity
-from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.plan.presets import short_name
 
 # Forbids the browser to load anything, whatever the texts of a report contain.
@@ -71,88 +71,72 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _cell(value: object) -> str:
     shown = escape(str(value))
-    kind = shown if shown in ("met", "missed") else "figure" if shown[:1] in "+-0123456789" and shown else ""
+    is_figure = shown[:1] in "+-0123456789" and len(shown.split()) == 1
+    kind = "figure" if is_figure else shown if shown in ("met", "missed") else ""
     return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"
-
-
-SHOWN = ("context", "batch", "plan", "gamma", "tpot_ms", "ttft_request_ms", "ttft_ms", "tokens_per_s",
-         "peak_memory_bytes", "speedup", "why_not")  # fmt: skip
 
 
 def sweep_page(sweep: GridSweep) -> str:
     """The page. Names and values are shown as text, whatever they hold."""
-    parts = ["<h1>Fastest plans</h1><p>ttft_ms: the batch's last request's; blank where no plan fits.</p>"]
+    parts = ["<h1>Fastest plans</h1>"]
     for point in sweep.points:
-        parts += [] if point.plans is None else [figure_html(tpot_map(point, point.plans))]
-        parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))
+        if point.plans is not None:
+            settings = "".join(f", {name} {value}" for name, value in point.columns.items())
+            title = f"{point.question.shape.name} on {point.question.profile.hardware.name}{settings}"
+            parts += [f"<h2>{escape(title)}</h2>", figure_html(capacity_map(point.plans))]
+        parts.append(_plan_table(point.rows(), "why_not"))
     return html_page("ridgeplan sweep", parts)
 
 
-BRIEF_PLANS = 12  # in the table; the chart has all
-BRIEF_COLUMNS = {
-    "gamma": "gamma", "ms per token": "tpot_ms", "low": "tpot_low_ms", "high": "tpot_high_ms",
-    "first token, ms": "ttft_ms", "tokens/s": "tokens_per_s", "speed-up": "speedup", "quality": "quality",
-    "why": "verdict",
+PLAN_COLUMNS = {
+    "context": "context", "batch": "batch", "plan": "plan", "gamma": "gamma", "ms per token": "tpot_ms",
+    "first token, ms": "ttft_request_ms", "batch's last, ms": "ttft_ms", "tokens/s": "tokens_per_s",
+    "speed-up": "speedup", "peak GB": "peak_gb",
 }  # fmt: skip
 
 
-def brief_page(lines: Sequence[str], recommendation: Recommendation, hardware: Hardware) -> str:
-    """An answer for a slide: the verdict, every plan as a chart, where the time goes, the roofline, and the table.
+def _plan_table(rows: Iterable[Row], why: str) -> str:
+    """A table of plans. why: the column that says why a plan was not chosen, or why there is none."""
+    rows = [{**row, "peak_gb": row["peak_memory_bytes"] and row["peak_memory_bytes"] / 1e9} for row in rows]
+    names = (*PLAN_COLUMNS.values(), why)
+    return table((*PLAN_COLUMNS, "why"), ([_shown(row[name]) for name in names] for row in rows))
 
-    lines: the answer as `ridgeplan plan` prints it, of which the second is the verdict.
+
+def brief_page(recommendation: Recommendation, degrees: Iterable[str]) -> str:
+    """An answer for a slide: the verdict, the reasons, charts of plans and of time, and the table.
+
+    degrees: lines on the degrees of parallelism, if any.
     """
-    predicted, name = recommendation.predicted, recommendation.name
-    question, verdict, *more = map(escape, lines)
-    charts = (
-        alternatives(recommendation), waterfall(predicted, recommendation.baseline, short_name(name)),
-        roofline(predicted, hardware),
+    name, baseline = short_name(recommendation.name), recommendation.baseline
+    why = [(sentence(what), text) for what, text in reasons(recommendation)]
+    first, *more = map(escape, (plan_sentence(recommendation), *recommendation.notes, *degrees))
+    drawn = {
+        "All plans": alternatives(recommendation),
+        "Where a token's time goes": waterfall(recommendation.predicted, baseline, name),
+    }
+    return html_page(
+        f"ridgeplan: {recommendation.plan.workload.model}",
+        [
+            f"<h1>{escape(verdict(recommendation))}</h1><p>{first}</p><p>{'<br>'.join(more)}</p>",
+            "<h2>Why this plan</h2>", table(("", ""), why),
+            *_titled(drawn),
+            f"<h2>The first {BRIEF_PLANS} plans</h2>", _plan_table(recommendation.table()[:BRIEF_PLANS], "verdict"),
+        ],
     )  # fmt: skip
-    titles = ("All plans", "Where a token's time goes", "Each operation under the roof")
-    drawn = [f"<h2>{title}</h2>{figure_html(chart)}" for title, chart in zip(titles, charts, strict=True)]
-    head = f"<h1>{question}</h1><h2>{verdict}</h2><p>{'<br>'.join(more)}</p>"
-    keys, listed = BRIEF_COLUMNS.values(), f"<h2>The first {BRIEF_PLANS} plans</h2>"
-    cells = (
-        (short_name(row["plan"]), f"{row['peak_memory_bytes'] / 1e9:.1f}", *(_shown(row[key]) for key in keys))
-        for row in recommendation.table()[:BRIEF_PLANS]
-    )
-    body = table(("plan", "peak GB", *BRIEF_COLUMNS), cells)
-    return html_page(f"ridgeplan: {recommendation.plan.workload.model}", [head, *drawn, listed, body])
 
 
-def capacity_page(result: ServingCapacity, figure: go.Figure) -> str:
-    """The figure of simulated traffic and its rows."""
-    rows, notes = result.table(), "".join(f"<li>{escape(note)}</li>" for note in result.notes)
+def capacity_page(result: ServingCapacity) -> str:
+    """The verdicts, the figures of simulated traffic and its rows."""
+    rows, notes = result.table(), "".join(f"<li>{escape(note)}</li>" for note in (*result.verdicts, *result.notes))
+    drawn = {title.capitalize(): latency_figure(result, name) for name, title in LATENCIES.items()}
+    drawn["Throughput against time per token"] = front_figure([result])
     body = table(list(rows[0]), [[_shown(value) for value in row.values()] for row in rows])
     head = f"<h1>Serving capacity</h1><p>{escape(result.summary())}</p><ul>{notes}</ul>"
-    return html_page("ridgeplan capacity", [head, figure_html(figure), body])
+    return html_page("ridgeplan capacity", [head, *_titled(drawn), body])
 
 
-def tpot_map(point: SweepPoint, plan_map: PlanMap) -> go.Figure:
-    """Milliseconds per token over context and batch, with the plan's name and gamma in every cell's label."""
-    times = np.where(plan_map.fits, 1e3 * plan_map.tpot_s, np.nan)
-    labels = [[f"{name}, gamma {gamma}" for name, gamma in zip(*pair, strict=True)]
-              for pair in zip(plan_map.names, plan_map.gamma, strict=True)]  # fmt: skip
-    heat = go.Heatmap(
-        x=[str(batch) for batch in plan_map.batches], y=[tokens_text(context) for context in plan_map.contexts],
-        z=np.log10(times), text=labels, customdata=times, colorscale="Cividis",
-        colorbar={"title": "ms per token", **_ticks(times)},
-        hovertemplate="context %{y}, batch %{x}<br>%{customdata:.3g} ms per token<br>%{text}<extra></extra>",
-    )  # fmt: skip
-    figure = go.Figure(heat)
-    settings = ", ".join(f"{name} {value}" for name, value in point.columns.items())
-    title = f"{point.question.shape.name} on {point.question.profile.hardware.name}"
-    figure.update_layout(title=f"{title}, {settings}" if settings else title, xaxis_title="batch",
-                         yaxis_title="context", xaxis_type="category", yaxis_type="category")  # fmt: skip
-    return figure
-
-
-def _ticks(times: np.ndarray) -> dict[str, list[float] | list[str]]:
-    """Marks of the logarithmic colours, in milliseconds."""
-    known = times[np.isfinite(times)]
-    if not known.size:
-        return {}
-    marks = np.geomspace(known.min(), known.max(), 5)
-    return {"tickvals": [float(mark) for mark in np.log10(marks)], "ticktext": [f"{mark:.3g}" for mark in marks]}
+def _titled(drawn: Mapping[str, go.Figure]) -> Iterator[str]:
+    return (f"<h2>{title}</h2>{figure_html(figure)}" for title, figure in drawn.items())
 
 
 def _shown(value: object) -> str:
@@ -227,6 +211,7 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     return ["<h2>How it was measured</h2>", *how, *listed]
 
 
+ACCEPTANCE = "conditional acceptance"
 SHOWN_RATIO = 0.07  # of the plot by position, or the nearest measured one
 SYMBOLS = {"bf16": "circle", "kv4": "square", "w4kv4": "diamond"}
 
@@ -264,7 +249,8 @@ def by_position(rows: Sequence[Row]) -> go.Figure:
         if row["ratio"] in (shown, 1.0):
             positions = list(range(1, 1 + len(row["by_position"])))
             _line(figure, row, positions, row["by_position"])
-    return _styled(figure, f"Conditional acceptance by position, {shown:.0%} of the tokens", "position of the draft")
+    title = f"Conditional acceptance by position, {shown:.0%} of the tokens"
+    return titled(figure, title, "position of the draft", ACCEPTANCE)
 
 
 def by_gamma(rows: Sequence[Row]) -> go.Figure:
@@ -274,8 +260,8 @@ def by_gamma(rows: Sequence[Row]) -> go.Figure:
         if row["ratio"] in (shown, 1.0):
             gammas = np.arange(1, 1 + len(row["by_position"]))
             _line(figure, row, gammas.tolist(), (np.cumprod(row["by_position"]).cumsum() / gammas).tolist())
-    figure = _styled(figure, f"Accepted share of drafts by gamma, {shown:.0%} of the tokens", "gamma")
-    return figure.update_yaxes(title="accepted drafts / (gamma x rounds)")
+    title = f"Accepted share of drafts by gamma, {shown:.0%} of the tokens"
+    return titled(figure, title, "gamma", "accepted drafts / (gamma x rounds)")
 
 
 def _shown_ratio(rows: Sequence[Row]) -> float:
@@ -291,7 +277,7 @@ def by_ratio(rows: Sequence[Row]) -> go.Figure:
         if len(alike) > 1:
             _line(figure, alike[0], [row["ratio"] for row in alike], [row["mean"] for row in alike])
     figure.update_xaxes(type="log", tickformat=".0%")
-    return _styled(figure, "Mean conditional acceptance by ratio", "share of the tokens")
+    return titled(figure, "Mean conditional acceptance by ratio", "share of the tokens", ACCEPTANCE)
 
 
 def _line(figure: go.Figure, row: Mapping[str, Any], x: Sequence[float], y: Sequence[float]) -> None:
@@ -300,12 +286,6 @@ def _line(figure: go.Figure, row: Mapping[str, Any], x: Sequence[float], y: Sequ
         x=x, y=y, name=f"{row['policy']}, {row['format']}", mode="lines+markers", visible=hidden,
         marker_symbol=SYMBOLS.get(row["format"], "circle"),
     )  # fmt: skip
-
-
-def _styled(figure: go.Figure, title: str, x: str) -> go.Figure:
-    return figure.update_layout(
-        title=title, template="plotly_white", xaxis_title=x, yaxis_title="conditional acceptance"
-    )
 
 
 Rows = Sequence[Row]  # of `validate.studies.retrieval.RetrievalRow`
@@ -344,7 +324,7 @@ def by_budget(rows: Rows, name: str, title: str) -> go.Figure:
         figure.add_scatter(x=[row["budget"] for row in alike], y=[row[name] for row in alike], name=method,
                            mode="lines+markers")  # fmt: skip
     figure.update_xaxes(type="log")
-    return figure.update_layout(title=title, template="plotly_white", xaxis_title="budget in tokens", height=420)
+    return titled(figure, title, "budget in tokens")
 
 
 def by_layer(rows: Rows) -> go.Figure:
@@ -353,5 +333,4 @@ def by_layer(rows: Rows) -> go.Figure:
     for row in rows:
         if row["budget"] == budget:
             figure.add_scatter(x=list(range(len(row["by_layer"]))), y=list(row["by_layer"]), name=row["method"])
-    title = f"Hit rate by layer, {budget} tokens"
-    return figure.update_layout(title=title, template="plotly_white", xaxis_title="layer", height=420)
+    return titled(figure, f"Hit rate by layer, {budget} tokens", "layer")

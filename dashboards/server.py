@@ -28,9 +28,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ridgeplan.dashboards.files import is_user_error
 from ridgeplan.dashboards.openai_api import ApiAnswer, ApiError, ApiRequest, Usage, model_list, refused_as
-from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.catalog.validation import brief, is_user_error
 from ridgeplan.runtime import Engine
 from ridgeplan.runtime.chat_template import TemplateProcess, chat_text
 from ridgeplan.runtime.model.checkpoint import load_tokenizer

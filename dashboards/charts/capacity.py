@@ -20,7 +20,7 @@ from ridgeplan.dashboards.charts.style import (
     styled,
     token_ticks,
 )
-from ridgeplan.planner.quantities import size_text, time_text, tokens_text
+from ridgeplan.planner.quantities import size_text, three_digits, time_text, tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 
 MAX_PRICES = 4  # contours of cost
@@ -28,7 +28,7 @@ MAX_PRICES = 4  # contours of cost
 
 def capacity_map(
     plan_map: PlanMap,
-    workload: tuple[int, int],
+    workload: tuple[int, int] = (0, 0),
     dollars_per_hour: float | None = None,
     tpot_limit_ms: float | None = None,
     ttft_limit_ms: float | None = None,
@@ -36,7 +36,7 @@ def capacity_map(
     """The recommended plan's milliseconds per token at each context and batch, which are evenly spaced in their logs.
 
     Contours: where a limit on time is met, and what a million tokens cost at a price. workload: the context and batch
-    that are marked.
+    that are marked, unless they are 0.
     """
     x, y = np.log2(plan_map.contexts), np.log2(plan_map.batches)
     tpot_ms, ttft_ms = 1e3 * plan_map.tpot_s, 1e3 * plan_map.request_ttft_s
@@ -54,7 +54,7 @@ def capacity_map(
     for values, limit, color, name in limits:
         if limit:
             figure.add_traces(_contour(f"{time_text(limit)} {name}", x, y, values, limit, color, plan_map))
-    if min(workload) > 0:  # the page shows the map below the message about a size of 0, too
+    if min(workload) > 0:
         figure.add_scatter(name="your question", x=[np.log2(workload[0])], y=[np.log2(workload[1])], mode="markers",
                            hoverinfo="skip",
                            marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}}
@@ -88,7 +88,7 @@ def _heat(plan_map: PlanMap, x: np.ndarray, y: np.ndarray) -> go.Heatmap:
         x=x, y=y, z=np.log10(tpot_ms).T, colorscale=HEAT, reversescale=True, text=_hover(plan_map), hoverongaps=False,
         hovertemplate="%{text}<extra></extra>",
         colorbar=bar_above("ms per token")
-        | {"tickvals": np.log10(ticks), "ticktext": [f"{tick:,.0f}" if tick >= 1 else f"{tick:g}" for tick in ticks]},
+        | {"tickvals": np.log10(ticks), "ticktext": list(map(three_digits, ticks))},
     )  # fmt: skip
 
 

@@ -82,10 +82,10 @@ def staircase_text(staircase: Sequence[OffloadStep], longest: int) -> str:
     """
     first, last = staircase[0], staircase[-1]
     if first.layers == 0 and first.last >= longest:
-        return f"All layers' KV fits the device up to the model's longest context, {tokens_text(longest)} tokens."
+        return f"The whole KV cache fits the GPU up to the model's longest context, {tokens_text(longest)} tokens."
     if last.layers == 0:
         return f"A KV cache of up to {about(last.last)} tokens fits."
-    stay = f"All layers' KV stays on the GPU up to {about(first.last)} tokens" if first.layers == 0 else "No size fits"
+    stay = f"The whole KV cache fits up to {about(first.last)} tokens" if first.layers == 0 else "No size fits"
     return (
         f"{stay}; with {last.layers} layer{'' if last.layers == 1 else 's'} on the host, {about(last.last)} tokens fit."
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from textwrap import wrap
 
 import numpy as np
 import plotly.graph_objects as go
@@ -11,7 +13,8 @@ from ridgeplan.dashboards.charts import style
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.quantities import time_text, tokens_text
-from ridgeplan.planner.queries.curves import BatchCurve, Crossing, crossings, frontier
+from ridgeplan.planner.queries.curves import BatchCurve, Crossing, frontier
+from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence, verdict
 from ridgeplan.roofline.plan.presets import short_name
 
 VERDICT_COLORS = {
@@ -23,24 +26,46 @@ VERDICT_COLORS = {
 
 def alternatives(recommendation: Recommendation) -> go.Figure:
     """Milliseconds per token of the recommended plan and all others, with bands, coloured by why they lost."""
-    rows = [(recommendation.name, recommendation.predicted, recommendation.verdict)]
-    rows += [(other.preset, other.predicted, other.rejected) for other in recommendation.alternatives]
+    rows = [(short_name(recommendation.name), recommendation.predicted, recommendation.verdict)]
+    rows += [(short_name(other.preset), other.predicted, other.rejected) for other in recommendation.alternatives]
     figure = go.Figure()
-    for verdict, color in VERDICT_COLORS.items():
-        alike = [row for row in rows if row[2].startswith(verdict)]
+    for kind, color in VERDICT_COLORS.items():
+        alike = [row for row in rows if row[2].startswith(kind)]
         if alike:
-            names, predicted, reasons = zip(*alike, strict=True)
+            names, predicted, rejected = zip(*alike, strict=True)
             figure.add_bar(
-                name=verdict, y=names, x=[prediction.best.tpot_ms for prediction in predicted], orientation="h",
+                name=kind, y=names, x=[prediction.best.tpot_ms for prediction in predicted], orientation="h",
                 marker_color=color,
                 error_x={"type": "data", "symmetric": False, "thickness": 1, "color": style.GREY,
                          "array": [prediction.high.tpot_ms - prediction.best.tpot_ms for prediction in predicted],
                          "arrayminus": [prediction.best.tpot_ms - prediction.low.tpot_ms for prediction in predicted]},
-                customdata=reasons, hovertemplate="%{y}: %{x:.3g} ms per token<br>%{customdata}",
+                customdata=rejected, hovertemplate="%{y}: %{x:.3g} ms per token<br>%{customdata}",
             )  # fmt: skip
     figure.update_xaxes(title_text="ms per token")
     figure.update_yaxes(categoryorder="array", categoryarray=[name for name, _, _ in rows][::-1], automargin=True)
     return style.styled(figure, height=140 + 22 * len(rows), legend=style.below(-60 / (22 * len(rows))))
+
+
+BRIEF_PLANS, SLIDE_COLUMNS = 12, 170  # plans of a brief, and characters of a line across its picture
+
+
+def brief_figure(recommendation: Recommendation) -> go.Figure:
+    """A slide: the verdict, the first plans as bars, and the reasons as a table."""
+    first = replace(recommendation, alternatives=recommendation.alternatives[: BRIEF_PLANS - 1])
+    figure = alternatives(first)
+    names, texts = zip(*reasons(recommendation), strict=True)
+    cells = {"align": "left", "fill_color": "white", "line_color": "#dddddd", "font_size": 13}
+    figure.add_table(
+        domain={"x": [0.5, 1], "y": [0, 1]}, columnwidth=[1, 3],
+        header={"height": 0, "fill_color": "white", "line_color": "white"},
+        cells={**cells, "values": [[f"<b>{sentence(name)}</b>" for name in names], texts]},
+    )  # fmt: skip
+    lines = "<br>".join(wrap(plan_sentence(recommendation), SLIDE_COLUMNS))
+    title = f"<b>{verdict(recommendation)}</b><br><span style='font-size:14px'>{lines}</span>"
+    return figure.update_layout(
+        title={"text": title, "x": 0.02, "y": 0.97, "yanchor": "top"}, xaxis_domain=[0, 0.47], paper_bgcolor="white",
+        width=1500, height=820, margin={"l": 20, "r": 20, "t": 130, "b": 60}, legend_y=-0.08,
+    )  # fmt: skip
 
 
 def times_over_context(
@@ -61,7 +86,6 @@ def times_over_context(
             line={"color": color, "dash": dash, "width": 2.5},
             hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>",
         )  # fmt: skip
-    _add_crossings(figure, crossings(contexts, best))
     figure.add_vline(context, line_color=style.GREY, line_dash="dot")
     figure.update_yaxes(title_text="ms per token", rangemode="tozero")
     style.token_axis(figure, contexts)
@@ -88,16 +112,6 @@ def _add_band(
     )  # fmt: skip
 
 
-def _add_crossings(figure: go.Figure, crossings: Sequence[Crossing]) -> None:
-    if crossings:
-        figure.add_scatter(
-            name="crossing", x=[crossing.x for crossing in crossings], y=[crossing.y for crossing in crossings],
-            mode="markers", marker={"symbol": "x", "size": 10, "color": style.GREY},
-            text=[crossing_text(crossing) for crossing in crossings],
-            hovertemplate="%{text}<extra></extra>",
-        )  # fmt: skip
-
-
 def crossing_text(crossing: Crossing) -> str:
     """Which is faster from where on."""
     context = tokens_text(round(crossing.x)) if crossing.x < 1024 else f"{crossing.x / 1024:.3g}k"
@@ -106,16 +120,16 @@ def crossing_text(crossing: Crossing) -> str:
 
 QUALITY_COLORS = {Quality.EXACT: style.GREEN, Quality.NEAR_LOSSLESS: style.BLUE, Quality.FOUR_BIT: style.PURPLE,
                   Quality.LOSSY: style.ORANGE}  # fmt: skip
-LABEL_ABOVE = -38  # pixels from a point to its name, clear of the other lines
+LABELS_ABOVE = (-24, -46)  # pixels from a point to its number: neighbours differ
 QUALITY_SYMBOLS = {Quality.EXACT: "circle", Quality.NEAR_LOSSLESS: "square", Quality.FOUR_BIT: "triangle-up",
                    Quality.LOSSY: "diamond"}  # fmt: skip
 
 
-def trade_offs(curves: Mapping[str, BatchCurve], running: Sequence[str], allowed: Sequence[str]) -> go.Figure:
+def trade_offs(curves: Mapping[str, BatchCurve], running: Sequence[str], front: Sequence[FrontPoint]) -> go.Figure:
     """Tokens per second of a GPU over those of a user, a line of batches for each named plan (log-log).
 
     Colour and symbol say what a plan gives up; filled symbols are plans that run here, those in `running`. A broad
-    line connects the best of these that are in `allowed`.
+    line connects the points of the front, numbered from 1.
     """
     figure = go.Figure()
     shown: set[tuple[Quality, bool]] = set()
@@ -123,7 +137,7 @@ def trade_offs(curves: Mapping[str, BatchCurve], running: Sequence[str], allowed
         kind = quality_of(curve.plan), name in running
         figure.add_trace(_line(name, curve, *kind, first=kind not in shown))
         shown.add(kind)
-    _add_frontier(figure, {name: curves[name] for name in running if name in allowed})
+    _add_front(figure, front)
     x, y = ([value for curve in curves.values() for value in getattr(curve, axis)] for axis in ("per_user", "per_gpu"))
     figure.update_xaxes(type="log", title_text="tokens/s of one request", **style.log_ticks(x))
     figure.update_yaxes(type="log", title_text="tokens/s of the GPU", **style.log_ticks(y))
@@ -143,20 +157,33 @@ def _line(name: str, curve: BatchCurve, quality: Quality, runs: bool, *, first: 
     )  # fmt: skip
 
 
-def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
-    """The points of plans that run which no other exceeds, each plan named where it begins to be the best."""
-    points = [(name, *xy) for name, curve in curves.items() for xy in zip(curve.per_user, curve.per_gpu, strict=True)]
-    if not points:
-        return
-    names, per_user, per_gpu = zip(*points, strict=True)
-    best = frontier(np.array(per_user), np.array(per_gpu))
-    x, y = ([axis[place] for place in best] for axis in (per_user, per_gpu))
-    figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, x=x, y=y, hoverinfo="skip",
+@dataclass(frozen=True)
+class FrontPoint:
+    """A plan at a batch, and tokens per second of a request and of the GPU, which no other point exceeds in both."""
+
+    plan: str
+    batch: int
+    per_user: float
+    per_gpu: float
+
+
+def front_of(curves: Mapping[str, BatchCurve]) -> list[FrontPoint]:
+    """The best points of all curves, from the slowest for a request to the fastest."""
+    points = [
+        FrontPoint(name, *values)
+        for name, curve in curves.items()
+        for values in zip(curve.batches, curve.per_user, curve.per_gpu, strict=True)
+    ]
+    best = frontier(np.array([point.per_user for point in points]), np.array([point.per_gpu for point in points]))
+    return [points[place] for place in best]
+
+
+def _add_front(figure: go.Figure, front: Sequence[FrontPoint]) -> None:
+    """A broad line through the front; its points are numbered in turn at two heights, clear of the curves."""
+    figure.add_scatter(name="best of those that run and are allowed", mode="lines", opacity=0.5, hoverinfo="skip",
+                       x=[point.per_user for point in front], y=[point.per_gpu for point in front],
                        line={"color": style.GREY, "width": 7})  # fmt: skip
-    middle = (x[0] * x[-1]) ** 0.5
-    for at, place in enumerate(best):
-        if at == 0 or names[best[at - 1]] != names[place]:
-            side = "left" if x[at] < middle else "right"  # away from the edge
-            figure.add_annotation(text=short_name(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
-                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=style.GREY,
-                                  bgcolor=style.EDGE, font={"color": "white", "size": 11})  # fmt: skip
+    for number, point in enumerate(front, 1):
+        figure.add_annotation(text=f"<b>{number}</b>", x=np.log10(point.per_user), y=np.log10(point.per_gpu), ax=0,
+                              ay=LABELS_ABOVE[number % 2], arrowwidth=1, arrowhead=0, arrowcolor=style.GREY,
+                              bgcolor=style.EDGE, font={"color": "white", "size": 12})  # fmt: skip

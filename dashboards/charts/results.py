@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, titled
 from ridgeplan.dashboards.rows import Row, grouped
 
 SECTION_COLORS = {"kernels": BLUE, "steps": ORANGE, "outputs": RED, "generations": GREEN, "regret": PURPLE}
@@ -84,7 +84,7 @@ def similarities(rows: Rows) -> go.Figure:
         alike = [row for row in _of(rows, "similarity") if row["figure"][3] == when]
         names = [f"{row['figure'][1]} content, {row['figure'][2]} position" for row in alike]
         figure.add_bar(x=names, y=_means(alike), error_y={"array": _deviations(alike)}, name=f"{when} RoPE")
-    return _titled(figure, "Cosine similarity of queries to the true ones", "")
+    return titled(figure, "Cosine similarity of queries to the true ones")
 
 
 def offsets(rows: Rows) -> go.Figure:
@@ -93,7 +93,7 @@ def offsets(rows: Rows) -> go.Figure:
     figure = go.Figure(go.Scatter(x=[row["figure"][1] for row in rows], y=_means(rows),
                                   error_y={"array": _deviations(rows)}, mode="lines+markers"))  # fmt: skip
     figure.update_xaxes(type="log")
-    return _titled(figure, "Similarity of the true tokens' queries at earlier positions", "positions too early")
+    return titled(figure, "Similarity of the true tokens' queries at earlier positions", "positions too early")
 
 
 def recalls(rows: Rows) -> go.Figure:
@@ -104,14 +104,14 @@ def recalls(rows: Rows) -> go.Figure:
     figure = make_subplots(cols=len(budgets), shared_yaxes=True, subplot_titles=titles)
     for column, budget in enumerate(budgets, start=1):
         _lines(figure, [row for row in rows if row["figure"][3] == budget], {"row": 1, "col": column})
-    return _titled(figure, "Recall of the prompt tokens that the continuation reads most", "window")
+    return titled(figure, "Recall of the prompt tokens that the continuation reads most", "window")
 
 
 def attentions(rows: Rows) -> go.Figure:
     """The figures of Table 8."""
     figure = go.Figure()
     _lines(figure, _of(rows, "attention"), {})
-    return _titled(figure, "Cosine similarity of attention to the continuation's", "window")
+    return titled(figure, "Cosine similarity of attention to the continuation's", "window")
 
 
 def choices(rows: Rows) -> go.Figure:
@@ -125,7 +125,7 @@ def choices(rows: Rows) -> go.Figure:
             of_budget = [row for row in of_axis if row["figure"][3] == budget]
             names = [row["figure"][2] for row in of_budget]
             figure.add_bar(x=names, y=_means(of_budget), name=f"{axis}, {budget} tokens", row=1, col=column)
-    return _titled(figure, "Recall by the choice of pseudo queries", "choice")
+    return titled(figure, "Recall by the choice of pseudo queries", "choice")
 
 
 def _lines(figure: go.Figure, rows: Rows, place: Mapping[str, int]) -> None:
@@ -147,7 +147,3 @@ def _means(rows: Rows) -> list[float]:
 
 def _deviations(rows: Rows) -> list[float]:
     return [row["deviation"] for row in rows]
-
-
-def _titled(figure: go.Figure, title: str, horizontal: str) -> go.Figure:
-    return figure.update_layout(template="plotly_white", title=title, xaxis_title=horizontal, height=460)

@@ -16,7 +16,8 @@ from ridgeplan.validate.papers.quantspec_ridge_plane import Plane
 PASS_COLORS = {"prefill": style.GREEN, "draft": style.ORANGE, "target": style.BLUE}
 PASS_SYMBOLS = {"prefill": "square", "draft": "triangle-up", "target": "circle"}
 ROOFS = ("roof", "roof of FP8")  # by the arithmetic's speed
-LABELS, APART = 8, 0.25  # operations that are named, and how far apart their dots are at least
+LABELS, APART = 8, 0.4  # operations that are named, and how far apart their dots are at least
+NAME_WIDTH = 1.5  # of a name, in powers of ten on a narrow screen
 
 
 def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
@@ -33,7 +34,7 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
         roof = np.minimum(speed * hardware.compute_flops, intensities * hardware.bandwidth_bytes_per_s)
         figure.add_scatter(name=name, x=intensities, y=roof, mode="lines", line={"color": style.GREY, "dash": dash},
                            hoverinfo="skip")  # fmt: skip
-    named = labelled(dots)
+    named = labelled(dots, hardware.ridge_point)
     for part in PASS_COLORS:
         ops = [op for op in dots if op.part == part]
         if ops:
@@ -46,22 +47,30 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
     return style.styled(figure, height=460, legend=style.below(-0.15))
 
 
-def labelled(ops: Sequence[OpTime]) -> set[OpTime]:
-    """The operations that are named: those that take the most time, none beside another on the chart."""
+def labelled(ops: Sequence[OpTime], ridge_point: float) -> set[OpTime]:
+    """The operations that are named: those that take the most time, whose names cover no other dot or name."""
     kept: list[OpTime] = []
     for op in sorted(ops, key=lambda op: -op.seconds):
-        if len(kept) < LABELS and all(_distance(op, other) > APART for other in kept):
+        free = not any(_covers(op, other, ridge_point) for other in ops)
+        if free and len(kept) < LABELS and all(_apart(op, other) > APART for other in kept):
             kept.append(op)
     return set(kept)
 
 
-def _distance(op: OpTime, other: OpTime) -> float:
-    """In powers of ten, along the axis in which two dots are further apart; names are ten times as wide as high."""
-    wide, high = (
-        abs(np.log10(first / second))
-        for first, second in ((op.intensity, other.intensity), (op.flops / op.seconds, other.flops / other.seconds))
-    )
-    return float(max(wide / 10, high))
+def _covers(op: OpTime, other: OpTime, ridge_point: float) -> bool:
+    """Whether a name below the dot of `op`, on the side where there is room, covers the dot of another operation."""
+    wide, high = np.log10(other.intensity / op.intensity), _height(op, other)
+    return bool(0.05 < (-wide if op.intensity > ridge_point else wide) < NAME_WIDTH and -2 * APART < high < APART / 4)
+
+
+def _height(op: OpTime, other: OpTime) -> float:
+    """How much higher another dot is, in powers of ten."""
+    return float(np.log10(other.flops / other.seconds * op.seconds / op.flops))
+
+
+def _apart(op: OpTime, other: OpTime) -> float:
+    """In powers of ten, along the axis in which two dots are further apart; names are five times as wide as high."""
+    return max(abs(np.log10(op.intensity / other.intensity)) / 5, abs(_height(op, other)))
 
 
 def _dots(part: str, ops: Sequence[OpTime], named: set[OpTime], ridge_point: float) -> go.Scatter:
@@ -98,7 +107,7 @@ def ridge_plane(plane: Plane, workload: tuple[int, int]) -> go.Figure:
     height = np.log10(plane.aggregate[row, column])
     figure.add_scatter3d(name="your question", x=[x[row]], y=[y[column]], z=[height], mode="markers",
                          marker={"color": style.RED, "size": 5})  # fmt: skip
-    heights = range(int(np.floor(np.log10(plane.aggregate.min()))), int(np.ceil(level.max())) + 1)
+    heights = range(1 + int(np.floor(np.log10(plane.aggregate.min()))), int(np.ceil(level.max())) + 1)
     figure.update_scenes(
         xaxis=_axis("context", *style.token_ticks(plane.contexts, 5)),
         yaxis=_axis("batch", *style.token_ticks(plane.batches, 5)),

@@ -32,6 +32,15 @@ def styled(figure: go.Figure, *, height: int = 380, top: int = 12, **layout: obj
     )
 
 
+def titled(figure: go.Figure, title: str, x: str = "", y: str = "", height: int = 460) -> go.Figure:
+    """The figure with a title, its axes' titles, and a legend at its lower edge."""
+    return figure.update_layout(
+        template="plotly_white", title=title, xaxis_title=x, yaxis_title=y, height=height,
+        margin={"l": 20, "r": 20, "t": 70, "b": 110},
+        legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom"},
+    )  # fmt: skip
+
+
 def without_walls(figure: go.Figure) -> go.Figure:
     """The figure on the page's background, light or dark; its scenes lose the walls that plotly paints white."""
     axis = {"showbackground": False, "gridcolor": GREY}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import cycle
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, RED, SERIES, below, log_ticks, styled
 from ridgeplan.planner.traffic.serving import PERCENTILES, ServingCapacity, pareto_front
@@ -17,43 +16,19 @@ LATENCIES = {"ttft": "time to first token", "tpot": "time per output token"}
 
 def latency_figure(result: ServingCapacity, name: str) -> go.Figure:
     """The percentiles of a name of `LATENCIES` over the rate, with their limit."""
-    figure = go.Figure()
-    _add_percentiles(figure, result, name)
-    return styled(figure, legend=below(-0.25))
-
-
-def capacity_figure(result: ServingCapacity) -> go.Figure:
-    """TTFT and TPOT by percentile over the rate with their limits, and tokens/s of a GPU over the median TPOT."""
-    rows = result.table()
-    titles = (*LATENCIES.values(), "throughput against time per token")
-    figure = make_subplots(rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.08)
-    for column, name in enumerate(LATENCIES, 1):
-        _add_percentiles(figure, result, name, row=1, col=column)
-    figure.add_scatter(
-        row=1, col=3, x=[row["tpot_p50_ms"] for row in rows], y=[row["output_tokens_per_s_per_gpu"] for row in rows],
-        mode="lines+markers+text", text=[f"{row['rate']:g}/s" for row in rows], textposition="top center",
-        showlegend=False, line={"color": BLUE}, hovertemplate="%{text}: %{x:.4g} ms, %{y:,.0f} tokens/s",
-    )  # fmt: skip
-    figure.update_xaxes(row=1, col=3, title_text="median TPOT, ms")
-    figure.update_yaxes(row=1, col=3, title_text="output tokens/s per GPU", rangemode="tozero")
-    return figure.update_layout(template="plotly_white", title=result.summary(), title_font_size=14)
-
-
-def _add_percentiles(figure: go.Figure, result: ServingCapacity, name: str, **place: int) -> None:
-    """place: the row and column of a figure with several charts, whose first one has the legend."""
-    rows, limit_s = result.table(), {"ttft": result.limits.ttft_s, "tpot": result.limits.tpot_s}[name]
+    figure, rows = go.Figure(), result.table()
     for percentile in PERCENTILES:
         figure.add_scatter(
-            **place, name=f"p{percentile}", legendgroup=f"p{percentile}", showlegend=place.get("col", 1) == 1,
-            x=[row["rate"] for row in rows], y=[row[f"{name}_p{percentile}_ms"] for row in rows], mode="lines+markers",
-            line={"color": COLORS[percentile]}, text=[f"{row['gpus']} GPUs" for row in rows],
+            name=f"p{percentile}", x=[row["rate"] for row in rows], y=[row[f"{name}_p{percentile}_ms"] for row in rows],
+            mode="lines+markers", line={"color": COLORS[percentile]}, text=[f"{row['gpus']} GPUs" for row in rows],
             hovertemplate="%{x:g} requests/s: %{y:.4g} ms<br>%{text}",
         )  # fmt: skip
-    if limit_s is not None:
-        figure.add_hline(1e3 * limit_s, **place, line={"color": GREY, "dash": "dot"})
+    if limit_s := {"ttft": result.limits.ttft_s, "tpot": result.limits.tpot_s}[name]:
+        figure.add_hline(1e3 * limit_s, line={"color": GREY, "dash": "dot"})
     values = [row[f"{name}_p{percentile}_ms"] for row in rows for percentile in PERCENTILES]
-    figure.update_yaxes(**place, type="log", title_text="ms", **log_ticks(filter(None, values)))
-    figure.update_xaxes(**place, title_text="requests/s")
+    figure.update_yaxes(type="log", title_text="ms", **log_ticks(filter(None, values)))
+    figure.update_xaxes(title_text="requests/s")
+    return styled(figure, legend=below(-0.25))
 
 
 def front_figure(results: Sequence[ServingCapacity]) -> go.Figure:

@@ -10,9 +10,8 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table
-from ridgeplan.dashboards.cli.table_file import PNG_HEIGHT, write_table
-from ridgeplan.dashboards.files import write_atomically
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, wrapped, write_page
+from ridgeplan.dashboards.cli.table_file import write_table
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.queries.cost import LatencyLimits
 from ridgeplan.planner.traffic.requests import LENGTHS, parse_lengths, parse_rates
@@ -20,7 +19,6 @@ from ridgeplan.planner.traffic.serving import DEFAULT_PRESET, LoadRow, ServingCa
 from ridgeplan.roofline.catalog.parallel import SINGLE
 
 LENGTH, RATES = opt.Quantity("lengths", parse_lengths), opt.Quantity("rates", parse_rates)
-FIGURES = (".png", ".html")
 BACKENDS = ("vllm", "sglang", "ridgeplan")
 COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "tok/s/GPU", "goodput", "KV", "")
 
@@ -57,7 +55,7 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 @opt.memory_limit
 @opt.profile_file
 @opt.acceptance_file
-@click.option("-o", "--output", type=opt.TableFile(".html"),
+@click.option("-o", "--output", type=opt.TABLE_OR_PAGE,
               help="Write the table or its figure to this file: .csv, .md, .json, .png, .html.")  # fmt: skip
 @opt.as_json
 def capacity(
@@ -86,29 +84,14 @@ def capacity(
         model, gpu, rates, isl=isl, osl=osl, trace=trace, traffic=traffic, limits=LatencyLimits(ttft_p99, tpot_p99),
         preset=preset, gamma=gamma, price=price, watts=watts, options=SearchOptions(**search),
     )  # fmt: skip
-    _write(output, result)
+    if output is not None and output.suffix == ".html":
+        write_page(output, "capacity_page", result)
+    else:
+        write_table(output, result, result.to_dict())
     if as_json:
         print_json(result.to_dict())
     else:
         _print(result)
-
-
-def _write(output: Path | None, result: ServingCapacity) -> None:
-    """Writes the table, or the figure as an image or a page."""
-    if output is None or output.suffix not in FIGURES:
-        write_table(output, result, result.to_dict())
-        return
-    from ridgeplan.dashboards.charts.traffic import capacity_figure  # imports plotly
-
-    figure = capacity_figure(result).update_layout(height=PNG_HEIGHT)
-    if output.suffix == ".png":
-        from ridgeplan.dashboards.figures.paper_figure import write_pngs
-
-        write_pngs({output: figure})
-    else:
-        from ridgeplan.dashboards.html_pages import capacity_page
-
-        write_atomically(output, capacity_page(result, figure))
 
 
 def _print(result: ServingCapacity) -> None:
@@ -116,6 +99,8 @@ def _print(result: ServingCapacity) -> None:
     kv_tokens = f"KV cache of {result.kv_tokens:,} tokens{' in each rank' * ('dp' in result.degrees)}"
     echo(f"{result.model} on {result.gpu}{degrees}, {result.plan}, by {result.backend}; {kv_tokens}")
     echo(f"prompts {result.prompts}, outputs {result.outputs}; {result.traffic.requests} requests per rate")
+    for verdict in result.verdicts:
+        echo(wrapped(verdict))
     print_notes(result.notes)
     print_table("Load (ms; output tokens/s of a GPU; goodput in requests/s within the limits)", COLUMNS,
                 map(_cells, result.rows))  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli.output import echo
-from ridgeplan.dashboards.files import FileProblem, is_user_error
+from ridgeplan.dashboards.files import FileProblem
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
 EXIT_CODES = {
@@ -51,6 +51,8 @@ def exit_code(action: Callable[[], Any]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), BAD_INPUT)
     except ValueError as error:
+        from ridgeplan.roofline.catalog.validation import is_user_error  # which --help does without
+
         if not is_user_error(error):
             raise
         return _fail(str(error), CODES.get(type(error).__name__, BAD_INPUT))

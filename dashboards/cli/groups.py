@@ -19,7 +19,29 @@ HERE = "ridgeplan.dashboards.cli"
 COMMANDS = Path(__file__).with_name("commands.toml")
 
 
-def command(name: str | None = None, *, cls: type[click.Command] = click.Command, **settings: Any) -> Any:
+class ThoroughCommand(click.Command):
+    """A command that names every wrong option at once, where click stops at the first."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses as click does. Raises UsageError for several wrong options."""
+        words, mistakes = list(args), []
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter:
+            given, _, order = self.make_parser(ctx).parse_args(list(words))
+            for param in click.core.iter_params_for_processing(order, self.get_params(ctx)):
+                try:
+                    param.handle_parse_result(ctx, given, [])
+                except click.BadParameter as error:
+                    mistakes.append(error.format_message())
+            if len(mistakes) == 1:
+                raise
+        from ridgeplan.roofline.catalog.validation import numbered  # which --help does without
+
+        raise click.UsageError(numbered(mistakes), ctx)
+
+
+def command(name: str | None = None, *, cls: type[click.Command] = ThoroughCommand, **settings: Any) -> Any:
     """A decorator that makes a command or a group. The docstring is its help, and what follows "Examples:" its end."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:

@@ -110,20 +110,23 @@ TABLE_SUFFIXES = (".csv", ".md", ".json", ".png")
 DRAWN_SUFFIXES = (".png", ".html")
 
 
-class TableFile(OutputFile):
-    """A file for a table, of which the suffix says the format. other_suffixes: formats besides those of every table."""
+class FormatFile(OutputFile):
+    """A file to write, of which the suffix says the format."""
 
-    def __init__(self, *other_suffixes: str) -> None:
-        self.suffixes = (*TABLE_SUFFIXES, *other_suffixes)
+    def __init__(self, *suffixes: str) -> None:
+        self.suffixes = suffixes
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path, if its suffix is one of a table and it may be written."""
+        """The path, if its suffix is one of the formats and it may be written."""
         path = super().convert(value, param, ctx)
         if path.suffix not in self.suffixes:
             self.fail(f"{value!r} ends in {path.suffix!r}; allowed: {', '.join(self.suffixes)}", param, ctx)
         if path.suffix in DRAWN_SUFFIXES:
             require_package("plotly")  # before the work, which may take minutes
         return path
+
+
+TABLE_FILE, TABLE_OR_PAGE = FormatFile(*TABLE_SUFFIXES), FormatFile(*TABLE_SUFFIXES, ".html")
 
 
 class SavedPlanFile(click.ParamType):
@@ -372,10 +375,10 @@ def rows_output(name: str) -> Callable[[Command], Command]:
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 table_output = click.option(
-    "-o", "--output", type=TableFile(), help=f"Write the table to this file: {', '.join(TABLE_SUFFIXES)}."
+    "-o", "--output", type=TABLE_FILE, help=f"Write the table to this file: {', '.join(TABLE_SUFFIXES)}."
 )
 plan_output = click.option(
-    "-o", "--output", type=TableFile(), help="Write the plan to this .json file, or the table as .csv, .md or .png."
+    "-o", "--output", type=TABLE_FILE, help="Write the plan to this .json file, or the table as .csv, .md or .png."
 )
 trace_output = click.option(
     "--trace", type=OutputFile(), help="Write a round to this file as a Chrome trace, for Perfetto or chrome://tracing."

@@ -123,14 +123,10 @@ class Setting(click.ParamType):
     "--format", "formats", click.Choice(FORMATS), "Only these files", otherwise="html and csv, and png with kaleido"
 )
 @opt.repeated("--set", "overrides", Setting(), "Another setting than the paper's, such as gpu=h200")
-@click.option(
-    "--measured", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-    help="Results of `python scripts/offload_bench.py --only cliff`, drawn as points of specontext-placement.",
-)  # fmt: skip
 @opt.as_json
 def figures(
     names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], overrides: tuple[tuple[str, str], ...],
-    measured: Path | None, as_json: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Draw figures of QuantSpec, SpeContext, SpecAttn and DapQ from the model.
 
@@ -149,22 +145,10 @@ def figures(
         _print_list(chosen)
         return
     drawn = {figure: figure.data(**settings[figure]) for figure in chosen}
-    if measured:
-        _add_measured(drawn, measured)
     if as_json:
         print_json({"figures": [_document(figure, settings[figure], rows) for figure, rows in drawn.items()]})
     if output:
         _write(drawn, output, formats)
-
-
-def _add_measured(drawn: dict[PaperFigure, list[Row]], path: Path) -> None:
-    """Adds the benchmark's rows to the figure of placements. Raises FigureError where it is not chosen."""
-    from ridgeplan.dashboards.figures.paper_figure import FigureError
-    from ridgeplan.dashboards.figures.specontext import PLACEMENT, measured_rows
-
-    if PLACEMENT not in drawn:
-        raise FigureError(f"--measured is given; allowed: with {PLACEMENT.name}")
-    drawn[PLACEMENT] += measured_rows(path)
 
 
 def _settings(chosen: Iterable[PaperFigure], settings: Mapping[str, str]) -> dict[PaperFigure, dict[str, Any]]:

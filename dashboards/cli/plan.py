@@ -24,6 +24,7 @@ from ridgeplan.planner.quantities import GB, probability_text, size_text, time_t
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text, plain_text
+from ridgeplan.planner.render.verdict import headline, sentence
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import GIB
@@ -62,7 +63,7 @@ def answer_lines(recommendation: Recommendation, how_much: str = "--all shows ho
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
     batched = workload.batch > 1
     per_request = f", {number(best.tokens_per_s / workload.batch)} each" if batched else ""
-    verdict, gamma = headline(recommendation), f", gamma {predicted.gamma}" if predicted.gamma else ""
+    verdict, gamma = sentence(headline(recommendation)), f", gamma {predicted.gamma}" if predicted.gamma else ""
     name = short_name(recommendation.name)
     degrees = f", {workload.parallel}" if workload.parallel != SINGLE else ""
     return [
@@ -80,17 +81,6 @@ def answer_lines(recommendation: Recommendation, how_much: str = "--all shows ho
         _quality_cost(recommendation.losses, how_much),
         *_caveats(recommendation),
     ]
-
-
-def headline(recommendation: Recommendation) -> str:
-    """What kind of answer the plan is."""
-    if recommendation.warning:
-        return recommendation.verdict.capitalize()
-    if recommendation.backend != "ridgeplan":
-        engine = ENGINES.get(recommendation.backend)
-        plugin = recommendation.backend == "vllm+plugin"
-        return f"For {engine.title if engine else 'vLLM with the plugin' if plugin else 'any engine'}"
-    return "Recommended" if recommendation.model_runs else "Best plan that ridgeplan cannot execute yet"
 
 
 def warning_lines(recommendation: Recommendation) -> Iterator[str]:
@@ -226,8 +216,8 @@ def plan(
       ridgeplan plan DeepSeek-V3 --gpu h200 --gpus 8 --ctx 32k --batch 16
     """
     context = opt.context_of(ctx, max_model_len, new_tokens)
+    recommendation = planner.recommend(model, gpu, context, new_tokens=new_tokens, **search)
     options = SearchOptions(new_tokens=new_tokens, **search)
-    recommendation = planner.recommend(model, gpu, context, options)
 
     def plan_text() -> str:
         chosen = recommendation.adaptive if adaptive and recommendation.adaptive else recommendation.plan

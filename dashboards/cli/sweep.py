@@ -13,9 +13,8 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_notes, print_table, write_page
 from ridgeplan.dashboards.cli.table_file import RowTable, write_table
-from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.gamma import BATCHES, DEFAULT_PRESET, GammaCell
@@ -44,7 +43,7 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "s
 @opt.limits
 @opt.priced_by
 @click.option(
-    "-o", "--output", type=opt.TableFile(".html"), help="Write all rows to this file: .csv, .md, .json, .png or .html."
+    "-o", "--output", type=opt.TABLE_OR_PAGE, help="Write all rows to this file: .csv, .md, .json, .png or .html."
 )
 @opt.as_json
 def sweep(
@@ -66,9 +65,7 @@ def sweep(
         raise click.UsageError("sweep needs --gpu, or gpu=h100,h200 in --over")
     result = grid_sweep(model, gpu or "", over, preset=preset, options=SearchOptions(**search))
     if output is not None and output.suffix == ".html":
-        from ridgeplan.dashboards.html_pages import sweep_page  # imports plotly
-
-        write_atomically(output, sweep_page(result))
+        write_page(output, "sweep_page", result)
     else:
         write_table(output, result, result.to_dict())
     print_answer(result.to_dict(), as_json, lambda: _print(result, output))

@@ -82,15 +82,6 @@ def colors_of(names: Iterable[str]) -> Mapping[str, str]:
     return {name: SERIES[index % len(SERIES)] for index, name in enumerate(dict.fromkeys(names))}
 
 
-def titled(figure: go.Figure, title: str, x: str = "", y: str = "", height: int = 460) -> go.Figure:
-    """The figure with a title, its axes' titles, and a legend at its lower edge."""
-    return figure.update_layout(
-        template="plotly_white", title=title, xaxis_title=x, yaxis_title=y, height=height,
-        margin={"l": 20, "r": 20, "t": 70, "b": 110},
-        legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom"},
-    )  # fmt: skip
-
-
 WIDTH, SCALE = 1000, 2  # pixels, and how many of the file are one of them
 
 
@@ -103,9 +94,10 @@ def write_pngs(figures: Mapping[Path, go.Figure]) -> None:
     """Writes each figure to its path, all in one start of the browser. Raises FigureError without kaleido or Chrome."""
     if not can_draw():
         raise FigureError(f"PNG files need kaleido: `{pip_command('kaleido')}`; allowed without it: other formats")
-    heights = [figure.layout.height for figure in figures.values()]
+    heights, widths = ([getattr(figure.layout, side) for figure in figures.values()] for side in ("height", "width"))
+    widths = [width or WIDTH for width in widths]
     try:
-        pio.write_images([*figures.values()], [*figures], format="png", width=WIDTH, height=heights, scale=SCALE)
+        pio.write_images([*figures.values()], [*figures], format="png", width=widths, height=heights, scale=SCALE)
     except RuntimeError as error:  # of kaleido: no Chrome is there, or it does not start
         reason = " ".join(str(error).split())
         raise FigureError(f"PNG files need a Chrome that starts; `plotly_get_chrome` installs it. {reason}") from error

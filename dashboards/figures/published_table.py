@@ -8,8 +8,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import token_axis
-from ridgeplan.dashboards.figures.paper_figure import Row, colors_of, titled
+from ridgeplan.dashboards.charts.style import titled, token_axis
+from ridgeplan.dashboards.figures.paper_figure import Row, colors_of
 from ridgeplan.dashboards.rows import grouped
 from ridgeplan.validate.papers import rows as published
 from ridgeplan.validate.papers.case import Case, fits

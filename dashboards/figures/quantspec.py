@@ -10,8 +10,8 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ridgeplan.dashboards.charts.style import RED, SERIES
-from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, titled
+from ridgeplan.dashboards.charts.style import RED, SERIES, titled
+from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_of, table_rows
 from ridgeplan.dashboards.rows import grouped
 from ridgeplan.planner.quantities import tokens_text

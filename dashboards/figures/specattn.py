@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import SERIES
-from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, titled
+from ridgeplan.dashboards.charts.style import SERIES, titled
+from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider
 from ridgeplan.dashboards.figures.published_table import dumbbells, extra_row, lines, table_of, table_rows
 from ridgeplan.dashboards.rows import grouped
 from ridgeplan.roofline.execution import MAX_GAMMA

@@ -1,29 +1,26 @@
 """SpeContext's figures: its memory model (Eq 6 to 8), its engines (Table 3), and the cliff of offloading.
 
-Predicted for this package's own plans; measured by `python scripts/offload_bench.py --only cliff`.
+Predicted for this package's own plans; docs/benchmarks/offload.md has measurements of the cliff.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ridgeplan.dashboards.charts.style import RED, SERIES, token_axis
-from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure, Row, Slider, gpu_slider, titled
+from ridgeplan.dashboards.charts.style import RED, SERIES, titled, token_axis
+from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider
 from ridgeplan.dashboards.figures.published_table import dumbbells, extra_row, table_rows
 from ridgeplan.dashboards.rows import grouped
 from ridgeplan.planner import resolve
 from ridgeplan.planner.queries.sweep import placement_times
-from ridgeplan.roofline.catalog.files import parse_json, read_document
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, text, whole
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Workload
@@ -131,22 +128,6 @@ LINES = (("adaptive_ms", "as many layers on the host as must be", SERIES[0]),
          ("static_ms", "all layers once one must", SERIES[1]))  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PlacementBenchRow(Checked):
-    """One row of the benchmark, with its name and how long it took. Raises FigureError for wrong values."""
-
-    error = FigureError
-
-    context: int = whole(1, 1 << 24)
-    host_layers: int = whole(0, 100_000)
-    predicted_adaptive_ms: float = number(0, 1e9)
-    predicted_static_ms: float = number(0, 1e9)
-    adaptive_ms: float = number(0, 1e9)
-    static_ms: float = number(0, 1e9)
-    row: str = text("")
-    took_s: float = number(0, 1e9, default=0.0)
-
-
 def placement_rows(gpu: str, batch: int, memory_gb: int) -> list[Row]:
     """Predicted milliseconds per token over the context, for INT8 KV within so much memory."""
     shape, profile = resolve(PLACEMENT_MODEL, gpu)
@@ -154,7 +135,7 @@ def placement_rows(gpu: str, batch: int, memory_gb: int) -> list[Row]:
     placement = Placement(True, PLACEMENT_BUDGET, memory_bytes=memory_gb * 10**9)
     plan = Plan(workload, kv=KVCache(KVFormat.INT8), placement=placement)
     times = placement_times(plan, shape, profile, PLACEMENT_LENGTHS)
-    common = {"gpu": gpu, "batch": batch, "memory_gb": memory_gb, "source": "predicted"}
+    common = {"gpu": gpu, "batch": batch, "memory_gb": memory_gb}
     columns = zip(times.contexts, times.host_layers, times.adaptive_ms, times.static_ms, strict=True)
     return [
         {"tokens": tokens, **common, "layers_on_host": layers, "adaptive_ms": adaptive, "static_ms": static}
@@ -162,44 +143,19 @@ def placement_rows(gpu: str, batch: int, memory_gb: int) -> list[Row]:
     ]
 
 
-def measured_rows(path: Path) -> list[Row]:
-    """The section "cliff" of the benchmark's results. Raises FigureError for a file that is none."""
-    try:
-        results = parse_json(read_document(path))
-    except (OSError, ValueError) as error:
-        raise FigureError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
-    cliff = results.get("cliff") if isinstance(results, dict) else None
-    if not (isinstance(cliff, list) and cliff):
-        raise FigureError(f"{str(path)!r} has the section 'cliff' as {brief(cliff)}; allowed: a list of rows")
-    steps = [build(PlacementBenchRow, row, f"{path.name}: ") for row in cliff]
-    return [
-        {"tokens": step.context, "source": "measured", "layers_on_host": step.host_layers,
-         "adaptive_ms": step.adaptive_ms, "static_ms": step.static_ms}
-        for step in steps
-    ]  # fmt: skip
-
-
 def draw_placement(rows: Sequence[Row]) -> go.Figure:
-    """Predicted times as lines and measured ones as points, above the staircase of predicted layers on the host."""
-    predicted, measured = ([row for row in rows if row["source"] == source] for source in ("predicted", "measured"))
-    tokens = [row["tokens"] for row in predicted]
-    lines = []
-    for column, name, color in LINES:
-        times = [row[column] for row in predicted]
-        lines.append(go.Scatter(name=name, x=tokens, y=times, mode="lines", line={"color": color}))
-        if measured:
-            lines.append(go.Scatter(name=f"{name}, measured", x=[row["tokens"] for row in measured], mode="markers",
-                                    y=[row[column] for row in measured], marker={"color": color}))  # fmt: skip
-    first = predicted[0]
+    """Both times as lines, above the staircase of layers on the host."""
+    tokens, first = [row["tokens"] for row in rows], rows[0]
+    lines = [
+        go.Scatter(name=name, x=tokens, y=[row[column] for row in rows], mode="lines", line={"color": color})
+        for column, name, color in LINES
+    ]
     size = f"batch {first['batch']}, {first['memory_gb']} GB of {first['gpu']}"
-    figure = _above_staircase(lines, predicted, "prompt")
+    figure = _above_staircase(lines, rows, "prompt")
     figure.update_yaxes(title_text="ms per token", type="log", row=1, col=1)
     return figure.update_layout(title=f"{PLACEMENT_MODEL.split('/')[1]}, INT8 KV, {size}")
 
 
-PLACEMENT = PaperFigure("specontext-placement", "specontext", "section 6.1",
-                        "time per token where layers leave for the host, by this package's plans",
-                        placement_rows, draw_placement, (PLACEMENT_GPU, BATCH, MEMORY))  # fmt: skip
 FIGURES = (
     PaperFigure("specontext-memory", "specontext", "Eq 6-8", "memory over the length, and layers on the host",
                 memory_rows, draw_memory, (GPU, REQUESTS, BUDGET)),
@@ -208,5 +164,7 @@ FIGURES = (
     PaperFigure("specontext-table3", "specontext", "Table 3", "throughput of whole requests by engine",
                 partial(table_rows, "specontext", "Table 3", "request_tokens_per_s"),
                 partial(dumbbells, title="Throughput of whole requests, {gpu}", x="tokens/s", type="log"), (GPU,)),
-    PLACEMENT,
+    PaperFigure("specontext-placement", "specontext", "section 6.1",
+                "time per token where layers leave for the host, by this package's plans",
+                placement_rows, draw_placement, (PLACEMENT_GPU, BATCH, MEMORY)),
 )  # fmt: skip

@@ -10,24 +10,20 @@ import streamlit as st
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.memory import staircase_text
-from ridgeplan.dashboards.files import is_user_error
 from ridgeplan.dashboards.page.inputs import PageQuestion, change, escaped
-from ridgeplan.planner import NothingFits, Prediction, Recommendation
+from ridgeplan.planner import NothingFits, Recommendation
 from ridgeplan.planner.engines.formats import engine_named
 from ridgeplan.planner.plan_file import plan_json
-from ridgeplan.planner.quantities import probability_text, size_text, three_digits, time_text, tokens_text
+from ridgeplan.planner.quantities import size_text, three_digits, time_text, tokens_text
 from ridgeplan.planner.queries.curves import contexts_of, memory_over_contexts, offload_staircase
 from ridgeplan.planner.question import Question
-from ridgeplan.planner.recommendation import Fix
+from ridgeplan.planner.recommendation import Alternative, Fix
 from ridgeplan.planner.render.text import SOURCE_WORDS, plain_words
+from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence, verdict
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.validation import Mistakes, is_user_error
 from ridgeplan.roofline.plan.presets import short_name
-
-LABELS = {"context": "Context {}", "batch": "Batch {}", "gpu": "Use {}", "gpus": "Use {} GPUs",
-          "quality": "Allow {}", "yarn": "Use YaRN", "memory_limit": "No memory limit",
-          "memory_utilization": "Memory utilization {}",
-          "new_tokens": "{} new tokens", "host_memory": "Host with {}"}  # fmt: skip
 
 
 @contextmanager
@@ -42,7 +38,10 @@ def problems_shown(page: PageQuestion | None = None) -> Iterator[None]:
 
 
 def _show_problem(error: ValueError, page: PageQuestion | None) -> None:
-    """The message, and cards with the fixes."""
+    """The message, or a list of all messages, and cards with the fixes."""
+    if isinstance(error, Mistakes):
+        st.error("\n".join(f"- {escaped(mistake)}" for mistake in error.mistakes))
+        return
     fixes = error.fixes if isinstance(error, NothingFits) else length_fixes(page)
     st.error(escaped(str(error).partition("; allowed: ")[0] if fixes else str(error)))
     if fixes:
@@ -50,22 +49,14 @@ def _show_problem(error: ValueError, page: PageQuestion | None) -> None:
 
 
 def show_fixes(fixes: Sequence[Fix], title: str = "What would work") -> None:
-    """A card for each fix, the first of them emphasized."""
+    """A card for each fix in words, the first of them emphasized."""
     st.markdown(f"#### {title}")
     with st.container(horizontal=True, key="fixes"):
         for place, fix in enumerate(fixes):
             with st.container(border=True, width=250, height="stretch"):
-                st.markdown(f"**{escaped(label(fix))}**")
-                st.caption(escaped(fix.text))
+                st.markdown(escaped(sentence(fix.text)))
                 st.button("Apply", key=f"fix_{place}", type="primary" if place == 0 else "secondary",
                           on_click=change, args=(dict(fix.changes),), width="stretch")  # fmt: skip
-
-
-def label(fix: Fix) -> str:
-    """A few words for a fix's changes."""
-    if "gpu" in fix.changes:  # the memory limit that goes with it needs no words
-        return LABELS["gpu"].format(fix.changes["gpu"])
-    return ", ".join(LABELS[name].format(value) for name, value in fix.changes.items())
 
 
 def length_fixes(page: PageQuestion | None) -> list[Fix]:
@@ -79,9 +70,9 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
     longest = longest_context(shape, page.options.new_tokens, yarn=page.options.yarn)
     if page.context <= longest:
         return []
-    fixes = [Fix({"context": longest}, f"the longest context of {shape.name}")]
+    fixes = [Fix({"context": longest}, f"context {longest}, the longest of {shape.name}")]
     if not page.options.yarn and page.context <= longest_context(shape, page.options.new_tokens, yarn=True):
-        fixes.append(Fix({"yarn": True}, "stretch the model's rotary embedding, which can cost quality"))
+        fixes.append(Fix({"yarn": True}, "stretch the model's rotary embedding by YaRN, which can cost quality"))
     return fixes
 
 
@@ -112,9 +103,9 @@ def show_head(answer: Answer) -> None:
     recommendation = answer.recommendation
     st.markdown(f"### {escaped(verdict(recommendation))}")
     st.markdown(escaped(plan_sentence(recommendation)))
-    st.caption(escaped(f"{subject(recommendation)} {best_of_all(recommendation)}"), help=SOURCES_HELP)
+    st.caption(escaped(subject(recommendation)), help=SOURCES_HELP)
     if recommendation.on_device:
-        show_fixes(recommendation.on_device, "Changes with which a plan fits the GPU alone")
+        show_fixes(recommendation.on_device, "What would fit the GPU alone")
     _show_tiles(recommendation)
     for note in recommendation.notes:
         st.warning(escaped(note))
@@ -127,51 +118,14 @@ def show_head(answer: Answer) -> None:
     _show_why(answer)
 
 
-def verdict(recommendation: Recommendation) -> str:
-    """One sentence in plain words: which model on which GPU, how fast, and in how much memory.
-
-    A warning comes first where the plan does not fit the GPU alone or is slow.
-    """
-    workload, predicted = recommendation.plan.workload, recommendation.predicted
-    warning = f"{recommendation.warning}. " if recommendation.warning else ""
-    gain = f", {predicted.speedup:.2f}x as fast as {recommendation.baseline_text}" if predicted.beats_plain else ""
-    memory = f"{size_text(predicted.best.peak_memory_bytes)} of {size_text(recommendation.memory_limit_bytes)}"
-    return (
-        f"{warning}{workload.model.rpartition('/')[2]} on {workload.devices}: {time_text(predicted.best.tpot_ms)} per "
-        f"token{gain}, in {memory}."
-    )
-
-
-def plan_sentence(recommendation: Recommendation) -> str:
-    """The plan's name and what it does, in plain words, and how sure it is that it is faster."""
-    predicted, name = recommendation.predicted, recommendation.name
-    kind = "Recommended" if recommendation.verdict == "recommended" else recommendation.verdict.capitalize()
-    if predicted.beats_plain is None:  # a note says why
-        return f"{kind}: {plain_words(recommendation.plan)} ({name})."
-    if not predicted.beats_plain:
-        return f"{kind}: plain decoding ({name}). No plan that runs is reliably faster."
-    chance = f"Faster than plain decoding with {probability_text(predicted.beats_plain)} probability."
-    return f"{kind}: {plain_words(recommendation.plan)} ({name}). {chance}"
-
-
 def subject(recommendation: Recommendation) -> str:
     """The workload, and what the figures rest on."""
     workload, predicted = recommendation.plan.workload, recommendation.predicted
-    limit = "" if recommendation.model_runs else " (ridgeplan cannot execute this model yet; all figures are estimates)"
     return (
         f"{workload.model} on {workload.devices}, {tokens_text(workload.context)} tokens of context, "
-        f"batch {workload.batch}{limit}. Figures are {predicted.source}, {time_text(predicted.low.tpot_ms)} to "
-        f"{time_text(predicted.high.tpot_ms)}."
+        f"batch {workload.batch}. Figures are {predicted.source}; the time per token is between "
+        f"{time_text(predicted.low.tpot_ms)} and {time_text(predicted.high.tpot_ms)} with 90% probability."
     )
-
-
-def best_of_all(recommendation: Recommendation) -> str:
-    """The best plan that is only estimated, beside the one that runs."""
-    other = recommendation.best_estimated
-    if other is None:
-        return "No plan that is only estimated is faster."
-    each = time_text(other.predicted.best.tpot_ms)
-    return f"Best plan that ridgeplan cannot execute yet: {other.preset}, {each} per token ({other.rejected})."
 
 
 def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_HOUR) -> list[tuple[str, str, str]]:
@@ -188,7 +142,7 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
         _gain_tile(recommendation),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
         ("1M new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
-         f"at ${dollars_per_hour:g} a GPU-hour, without prompts"),
+         f"at ${dollars_per_hour:.2f} per GPU-hour, prompts not included"),
     ]  # fmt: skip
 
 
@@ -262,34 +216,30 @@ def _show_serve_command(answer: Answer) -> None:
 
 def _show_why(answer: Answer) -> None:
     """The reasons in words, and the next plans of the ranking with what each lacks, across the page."""
-    recommendation = answer.recommendation
     why = st.expander("Why this plan", key="why", on_change="rerun")
     if not why.open:
         return
-    _, *reasons = recommendation.explain().splitlines()
-    lines = [line.strip() for line in reasons if not line.strip().startswith("rejected:")]
-    others = recommendation.alternatives[:NEXT_PLANS]
     with why:
-        st.markdown("\n".join(f"- {escaped(line)}" for line in lines))
-        st.dataframe([alternative_row(other.preset, other.predicted, other.rejected) for other in others],
-                     key="next", hide_index=True)  # fmt: skip
+        rows = {sentence(name): escaped(text) for name, text in reasons(answer.recommendation)}
+        st.table(rows, border="horizontal")
+        st.markdown("**The next best plans**")
+        _show_plans(answer.recommendation.alternatives[:NEXT_PLANS], "next")
 
 
 def show_alternatives(answer: Answer) -> None:
     """All other plans with their bands, and why each was not chosen."""
     recommendation = answer.recommendation
     st.plotly_chart(charts.alternatives(recommendation), key="alternatives", alt="Time per token of all plans")
-    rows = [alternative_row(other.preset, other.predicted, other.rejected) for other in recommendation.alternatives]
-    st.dataframe(rows, key="reasons", hide_index=True)
+    _show_plans(recommendation.alternatives, "reasons")
 
 
-def alternative_row(name: str, predicted: Prediction, why: str) -> dict[str, str | float]:
-    """A row of the table of plans."""
-    return {
-        "plan": short_name(name),
-        "ms per token": round(predicted.best.tpot_ms, 3),
-        "speed-up": round(predicted.speedup, 2),
-        "peak GB": round(predicted.best.peak_memory_bytes / 1e9, 2),
-        "source": predicted.source,
-        "why not": why,
-    }
+def _show_plans(plans: Sequence[Alternative], key: str) -> None:
+    """A table of plans, with what each changes in plain words."""
+    rows = [
+        {"plan": short_name(other.preset), "what it changes": plain_words(other.plan),
+         "ms per token": round(other.predicted.best.tpot_ms, 3), "speed-up": round(other.predicted.speedup, 2),
+         "peak GB": round(other.predicted.best.peak_memory_bytes / 1e9, 2), "source": other.predicted.source,
+         "why not": other.rejected}
+        for other in plans
+    ]  # fmt: skip
+    st.dataframe(rows, key=key, hide_index=True)

@@ -18,10 +18,12 @@ from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import count, size_bytes, size_text, tokens, tokens_text
 from ridgeplan.planner.question import Objective, Question, ask
 from ridgeplan.planner.recommend import best_plan
+from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.parallel import Parallel
-from ridgeplan.roofline.plan.plan import MAX_BATCH
+from ridgeplan.roofline.catalog.validation import together
+from ridgeplan.roofline.plan.plan import MAX_BATCH, Workload
 from ridgeplan.roofline.plan.support import Backend
 
 IN_URL = "query-params"
@@ -36,7 +38,7 @@ QUALITY_HELP = (
     "exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache, 4-bit also "
     "4-bit weights, lossy also dropping tokens."
 )
-HOST_HELP = "Memory for layers that do not fit the GPU. By default this much, or with `auto` 90% of this machine's."
+HOST_HELP = "Host memory for layers that do not fit the GPU. With `auto` the default is 90% of this machine's."
 GPU_COUNTS = ("1", "2", "4", "8", "16")
 GPUS_HELP = "GPUs that the model may be divided among. vLLM executes plans for several."
 SIZES = ("memory_limit", "host_memory")  # inputs in bytes
@@ -95,18 +97,19 @@ class PageInputs:
     options: dict[str, Any]
 
     def question(self) -> PageQuestion:
-        """The inputs, parsed. Raises PlanError with a line for every text that is not a quantity."""
-        values: dict[str, Any] = {}
-        problems = []
+        """The inputs, parsed. Raises a ValueError that names everything that is wrong with them."""
+        model, gpu, values, problems = self.model.strip(), self.gpu.strip(), dict[str, Any](), []
         for name, parse in PARSED.items():
             try:
                 values[name] = parse(self.texts[name])
             except PlanError as error:
-                problems.append(str(error))
-        if problems:
-            raise PlanError("\n\n".join(problems))
-        context = values.pop("context")
-        return PageQuestion(self.model.strip(), self.gpu.strip(), context, SearchOptions(**values, **self.options))
+                problems.append(f"{name.replace('_', ' ')}: {error}")
+        context = values.pop("context", 1)
+        options, *_ = together(
+            [lambda: SearchOptions(**values, **self.options), lambda: resolve(model, gpu),
+             lambda: Workload("any", "any", context)], problems
+        )  # fmt: skip
+        return PageQuestion(model, gpu, context, options)
 
 
 def ask_question() -> PageInputs:
@@ -144,13 +147,13 @@ def ask_question() -> PageInputs:
     )  # fmt: skip
 
 
-def _size(text: str) -> float | None:
-    """Bytes; None for an empty text."""
-    return size_bytes(text) if text.strip() else None
+def optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser that returns None for an empty text."""
+    return lambda text: parse(text) if text.strip() else None
 
 
 PARSED: dict[str, Callable[[str], Any]] = {
-    "context": tokens, "batch": count, "new_tokens": tokens, "memory_limit": _size, "host_memory": _size,
+    "context": tokens, "batch": count, "new_tokens": tokens, **dict.fromkeys(SIZES, optional(size_bytes)),
 }  # fmt: skip
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import streamlit as st
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
 from ridgeplan.dashboards.page.answer import DOLLARS_PER_HOUR, PRICE_SHOWN, Answer, problems_shown, show_alternatives
-from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped
-from ridgeplan.planner import PRESETS, Plan, Prediction, Recommendation
+from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped, optional
+from ridgeplan.planner import PRESETS, Plan, Recommendation
 from ridgeplan.planner.parallelism import DegreeChoice
 from ridgeplan.planner.prediction import predict_question
 from ridgeplan.planner.quality import Quality, QualityFloor
@@ -20,15 +21,17 @@ from ridgeplan.planner.queries.curves import contexts_of, crossings, over_batche
 from ridgeplan.planner.queries.maps import PlanMap, plan_map
 from ridgeplan.planner.question import Objective, Question
 from ridgeplan.planner.recommendation import Alternative
+from ridgeplan.planner.render.text import plain_words
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import list_models
+from ridgeplan.roofline.catalog.validation import together
 from ridgeplan.roofline.plan.policies.dense import autoregressive
-from ridgeplan.roofline.plan.presets import preset_name
+from ridgeplan.roofline.plan.presets import preset_name, short_name
 
 POINTS = 17  # contexts of a curve
-GPUS, MODELS, PLANS, ALL = "GPUs", "Models", "Plans", "All plans here"
+GPUS, MODELS, PLANS, ALL = "GPUs", "Models", "Plans", "All plans"
 MAX_CURVES = 5  # curves
 Curve = tuple[Plan, Question]
 
@@ -52,12 +55,9 @@ def show_compare(answer: Answer) -> None:
 
 def _degrees(choice: DegreeChoice) -> dict[str, str | float]:
     return {
-        "": str(choice.parallel),
-        "plan": choice.plan,
-        "ms per token": round(choice.tpot_ms, 3),
-        "peak GB of a GPU": round(choice.peak_bytes / 1e9, 2),
-        "why not": choice.verdict or "chosen",
-    }
+        "": str(choice.parallel), "plan": choice.plan, "ms per token": round(choice.tpot_ms, 3),
+        "peak GB of a GPU": round(choice.peak_bytes / 1e9, 2), "why not": choice.verdict or "chosen",
+    }  # fmt: skip
 
 
 def _gpus(answer: Answer) -> Mapping[str, Curve]:
@@ -65,9 +65,9 @@ def _gpus(answer: Answer) -> Mapping[str, Curve]:
     names = [item.name for item in list_hardware()]
     gpu = answer.page.gpu
     defaults = [name for name in ("h100-sxm", "a100-80gb") if name in names and name != gpu]
-    chosen = st.multiselect("GPUs beside yours", [name for name in names if name != gpu], defaults, key="gpus",
+    chosen = st.multiselect("Other GPUs", [name for name in names if name != gpu], defaults, key="gpus",
                             bind=IN_URL, max_selections=MAX_CURVES - 1)  # fmt: skip
-    st.caption(escaped(f"Each runs {answer.recommendation.name}, which is best on {gpu}."))
+    st.caption(escaped(f"Each GPU runs the plan that is best on {gpu}: {plain_words(answer.recommendation.plan)}."))
     questions = {gpu: answer.question} | {
         name: answer.page.on(name).to_question(answer.recommendation.plan.parallel) for name in chosen
     }
@@ -82,10 +82,10 @@ def _models(answer: Answer) -> Mapping[str, Curve]:
     nearest = sorted(
         fitting, key=lambda shape: max(shape.parameters / own.parameters, own.parameters / shape.parameters)
     )
-    chosen = st.multiselect("Models beside yours", [shape.name for shape in others],
+    chosen = st.multiselect("Other models", [shape.name for shape in others],
                             [shape.name for shape in nearest[:2]], key="models", bind=IN_URL,
                             max_selections=MAX_CURVES - 1)  # fmt: skip
-    st.caption("Each runs its own fastest plan for your question.")
+    st.caption("Each model runs the plan that is fastest for it.")
     curves = {own.name: (answer.recommendation.plan, answer.question)}
     for name in chosen:
         with problems_shown():
@@ -99,7 +99,7 @@ def _plans(answer: Answer) -> Mapping[str, Curve]:
     recommendation, question = answer.recommendation, answer.question
     others = [name for name in PRESETS if name != recommendation.name]
     defaults = [name for name in ("autoregressive", "magicdec-streaming") if name in others]
-    chosen = st.multiselect("Plans beside the recommended one", others, defaults, key="plans", bind=IN_URL,
+    chosen = st.multiselect("Other plans", others, defaults, key="plans", bind=IN_URL,
                             max_selections=MAX_CURVES - 1)  # fmt: skip
     plans = {recommendation.name: recommendation.plan} | {name: best_of_preset(name, question).plan for name in chosen}
     return {name: (plan, question) for name, plan in plans.items()}
@@ -120,24 +120,15 @@ def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:
 def _row(name: str, plan: Plan, question: Question) -> dict[str, str | float]:
     """The figures at the question's context."""
     (prediction,) = predict_question([plan], question)
-    cells = _cells(name, prediction, question.memory_limit_bytes)
-    return {**cells, "plan": preset_name(plan)} if name == question.shape.name else cells  # a model's own
-
-
-def _cells(name: str, prediction: Prediction, limit_bytes: float) -> dict[str, str | float]:
     best = prediction.best
     return {
-        "": name,
-        "ms per token": round(best.tpot_ms, 3),
-        "low": round(prediction.low.tpot_ms, 3),
-        "high": round(prediction.high.tpot_ms, 3),
-        "first token, s": round(best.ttft_request_ms / 1e3, 3),
-        "batch's last, s": round(best.ttft_ms / 1e3, 3),
-        "tokens/s": round(best.tokens_per_s, 1),
+        "": name, **({"plan": preset_name(plan)} if name == question.shape.name else {}),  # a model's own
+        "ms per token": round(best.tpot_ms, 3), "low": round(prediction.low.tpot_ms, 3),
+        "high": round(prediction.high.tpot_ms, 3), "first token, s": round(best.ttft_request_ms / 1e3, 3),
+        "batch's last, s": round(best.ttft_ms / 1e3, 3), "tokens/s": round(best.tokens_per_s, 1),
         "peak GB": round(best.peak_memory_bytes / 1e9, 2),
-        "fits": "yes" if best.peak_memory_bytes <= limit_bytes else "no",
-        "source": prediction.source,
-    }
+        "fits": "yes" if best.peak_memory_bytes <= question.memory_limit_bytes else "no", "source": prediction.source,
+    }  # fmt: skip
 
 
 BATCHES = tuple(1 << power for power in range(10))
@@ -151,11 +142,20 @@ def show_trade_offs(answer: Answer) -> None:
     plans = compared(answer.recommendation, question.options.quality)
     curves = {name: over_batches(plan, question, BATCHES) for name, plan in plans.items()}
     curves = {name: curve for name, curve in curves.items() if len(curve.batches)}
-    running = [name for name, curve in curves.items() if not question.unsupported(curve.plan)]
-    allowed = [name for name, plan in plans.items() if question.options.quality.admits(plan, question.options.backend)]
-    figure = charts.trade_offs(curves, running, allowed)
+    running = {name: curve for name, curve in curves.items() if not question.unsupported(curve.plan)}
+    quality, backend = question.options.quality, question.options.backend
+    front = charts.front_of({name: curve for name, curve in running.items() if quality.admits(plans[name], backend)})
+    figure = charts.trade_offs(curves, [*running], front)
     st.plotly_chart(figure, key="trade_offs", alt="Tokens per second of the GPU over those of one request")
-    st.caption("Each line is one plan over the batches that fit. Points further up and to the right are better.")
+    st.caption("Each line is one plan at every batch that fits. Points further up and to the right are better.")
+    st.markdown("**The best choices**, as numbered in the figure")
+    rows = [
+        {"": number, "plan": short_name(point.plan), "what it changes": plain_words(plans[point.plan]),
+         "batch": point.batch, "tokens/s of one request": round(point.per_user, 1),
+         "tokens/s of the GPU": round(point.per_gpu)}
+        for number, point in enumerate(front, 1)
+    ]  # fmt: skip
+    st.dataframe(rows, hide_index=True, key="front_points")
 
 
 def compared(recommendation: Recommendation, quality: Quality | QualityFloor) -> dict[str, Plan]:
@@ -190,14 +190,15 @@ def show_capacity(page: PageQuestion) -> None:
         st.rerun()  # of the whole page, whose tile has the price, too
     tpot_limit = tpot.text_input("Time per token limit", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
     ttft_limit = ttft.text_input("First token limit", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
+    limits_s = together(partial(optional(duration_s), text) for text in (tpot_limit, ttft_limit))
     # The map does not depend on the question's context and batch, so their sliders reuse it.
     plan_map = best_plans(replace(page, context=1, options=replace(page.options, batch=1, objective=Objective.LATENCY)))
     figure = charts.capacity_map(
-        plan_map, (page.context, page.options.batch), dollars or None, _milliseconds(tpot_limit),
-        _milliseconds(ttft_limit)
+        plan_map, (page.context, page.options.batch), dollars or None,
+        *(limit_s and 1e3 * limit_s for limit_s in limits_s),
     )  # fmt: skip
     st.plotly_chart(figure, key="map", alt="Time per token of the best plan over context and batch")
-    st.caption("Each cell shows the recommended plan; nothing fits hatched cells. The ring marks your question.")
+    st.caption("Colour: time per token of the recommended plan. Hatched: no plan fits. The ring marks your question.")
 
 
 @st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Searching all sizes")
@@ -205,8 +206,3 @@ def best_plans(page: PageQuestion) -> PlanMap:
     """The recommended plans of a question at all sizes."""
     question = page.to_question()
     return plan_map(question, contexts_of(question, COLUMNS), BATCH_STEPS)
-
-
-def _milliseconds(text: str) -> float | None:
-    """Raises PlanError."""
-    return 1e3 * duration_s(text) if text.strip() else None

@@ -78,7 +78,7 @@ ACCEPTANCES = tuple(np.linspace(0.3, 1.0, 71))
 def show_speculation(answer: Answer) -> None:
     """The map of one plan that drafts."""
     drafting = drafting_plans(answer)
-    name = st.selectbox("Drafts of", list(drafting), key="drafts", bind=IN_URL)
+    name = st.selectbox("Plan that drafts", list(drafting), key="drafts", bind=IN_URL)
     speedups = speculation_map(drafting[name], answer.question, ACCEPTANCES)
     st.plotly_chart(charts.speculation(speedups), key="speculation", alt="Speed-up over gamma and acceptance")
     known = speedups.predicted

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import streamlit as st
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.traffic import LATENCIES
-from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, escaped
+from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, escaped, optional
+from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.quantities import duration_s
 from ridgeplan.planner.queries.cost import LatencyLimits
-from ridgeplan.planner.traffic.requests import parse_rates
+from ridgeplan.planner.render.verdict import sentence
+from ridgeplan.planner.traffic.requests import parse_lengths, parse_rates
 from ridgeplan.planner.traffic.serving import ServingCapacity, Traffic, capacity_by_degrees, serving_capacity
+from ridgeplan.roofline.catalog.validation import together
 from ridgeplan.roofline.plan.support import Backend
 
 REQUESTS = 1000  # simulated at every rate
@@ -26,19 +30,23 @@ def show_traffic(page: PageQuestion) -> None:
     rates = rate.text_input("Requests per second", "0.25,0.5,1,2", key="rates", bind=IN_URL)
     prompts = isl.text_input("Prompt lengths", "lognormal:8k", key="isl", bind=IN_URL)
     outputs = osl.text_input("Output lengths", "512", key="osl", bind=IN_URL)
-    ttft_limit = ttft.text_input("p99 of first token", key="ttft_p99", bind=IN_URL, placeholder="such as 2s")
-    tpot_limit = tpot.text_input("p99 of time per token", key="tpot_p99", bind=IN_URL, placeholder="such as 30ms")
-    limits = LatencyLimits(_seconds(ttft_limit), _seconds(tpot_limit))
-    result, by_degrees = simulated(page, parse_rates(rates), prompts, outputs, limits)
-    st.markdown(escaped(result.summary()))
+    ttft_limit = ttft.text_input("Limit: first token, p99", key="ttft_p99", bind=IN_URL, placeholder="such as 2s")
+    tpot_limit = tpot.text_input("Limit: per token, p99", key="tpot_p99", bind=IN_URL, placeholder="such as 30ms")
+    parsers = (parse_rates, parse_lengths, parse_lengths, optional(duration_s), optional(duration_s))
+    texts = (rates, prompts, outputs, ttft_limit, tpot_limit)
+    numbers, _, _, *longest = together(map(partial, parsers, texts))
+    result, by_degrees = simulated(page, numbers, prompts, outputs, LatencyLimits(*longest))
+    st.markdown("\n".join(f"- {escaped(verdict)}" for verdict in result.verdicts))
+    server = f"{result.model} on {result.gpu} in {ENGINES[result.backend].title}, without drafts"
+    st.caption(escaped(f"{server}; {REQUESTS:,} requests are simulated at each rate."))
     for column, (name, title) in zip(st.columns(2), LATENCIES.items(), strict=True):
         with column:
             st.markdown(f"**{title.capitalize()}**")
             st.plotly_chart(charts.latency_figure(result, name), key=name, alt=f"Percentiles of the {title} by rate")
-    st.markdown("**Throughput of a GPU against the time per token**, one replica of each degree of parallelism")
+    st.markdown("**Throughput of a GPU against the time per token**, with one copy of the model")
     st.plotly_chart(charts.front_figure(by_degrees), key="front", alt="Pareto front of throughput and time per token")
-    for line in (*(row.spending for row in result.rows if row.spending), *result.notes):
-        st.caption(escaped(line))
+    lines = (*(row.spending for row in result.rows if row.spending), *result.notes)
+    st.caption("\n".join(f"- {escaped(sentence(line))}" for line in lines))
 
 
 @st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Simulating requests")
@@ -55,8 +63,3 @@ def simulated(
     result = serving_capacity(page.model, page.gpu, rates, traffic=traffic, limits=limits, **lengths)
     single = replace(traffic, replicas=1)
     return result, capacity_by_degrees(page.model, page.gpu, rates, traffic=single, **lengths)
-
-
-def _seconds(text: str) -> float | None:
-    """Raises PlanError."""
-    return duration_s(text) if text.strip() else None

@@ -13,7 +13,7 @@ from ridgeplan.dashboards.charts.memory import about, staircase_text
 from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
 from ridgeplan.dashboards.charts.rooflines import APART, LABELS, labelled
 from ridgeplan.dashboards.charts.rounds import break_even
-from ridgeplan.dashboards.charts.traffic import capacity_figure
+from ridgeplan.dashboards.charts.traffic import LATENCIES
 from ridgeplan.planner import Recommendation, Traffic, preset, recommend, serving_capacity
 from ridgeplan.planner.queries.cost import LatencyLimits
 from ridgeplan.planner.queries.curves import (
@@ -30,6 +30,7 @@ from ridgeplan.planner.question import Question, ask
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.passes import category
+from ridgeplan.roofline.plan.presets import short_name
 from ridgeplan.validate.papers.quantspec_ridge_plane import decode_plane
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -173,25 +174,31 @@ def test_numbers_of_tokens_have_three_digits() -> None:
 def test_filled_symbols_run_and_the_frontier_is_of_those_allowed(question: Question) -> None:
     names = ("autoregressive", "quantspec", "dapq", "specontext")
     curves = {name: over_batches(preset(name, question.workload), question, (1, 2, 4)) for name in names}
-    figure = charts.trade_offs(curves, ["autoregressive", "quantspec", "dapq"], ["autoregressive", "quantspec"])
+    front = charts.front_of({name: curves[name] for name in names[:2]})
+    figure = charts.trade_offs(curves, ["autoregressive", "quantspec", "dapq"], front)
     symbols = [trace.marker.symbol for trace in figure.data[:4]]
     assert symbols == ["circle", "square", "diamond", "diamond-open"]  # exact, near-lossless, and two lossy plans
-    best = named(figure)["best that runs and is allowed"]
+    best = named(figure)["best of those that run and are allowed"]
     inside = {pair for name in names[:2] for pair in zip(curves[name].per_user, curves[name].per_gpu, strict=True)}
     assert set(zip(best.x, best.y, strict=True)) <= inside
     assert list(best.x) == sorted(best.x)
+    numbers = {(label.x, label.y): label.text for label in figure.layout.annotations}
+    places = [(np.log10(point.per_user), np.log10(point.per_gpu)) for point in front]
+    assert [numbers[place] for place in places] == [f"<b>{number}</b>" for number in range(1, len(front) + 1)]
+    assert len(front) >= 3 and not charts.front_of({})
 
 
-def test_named_dots_are_the_longest_and_apart(recommendation: Recommendation) -> None:
+def test_named_dots_are_apart_and_their_names_cover_no_dot(recommendation: Recommendation) -> None:
     dots = [op for op in recommendation.predicted.breakdown if op.flops > 0]
-    kept = labelled(dots)
+    kept = labelled(dots, 206.0)
     assert 1 < len(kept) <= LABELS
-    assert max(dots, key=lambda op: op.seconds) in kept
     for row in kept:
-        for other in kept - {row}:
-            wide = abs(np.log10(row.intensity / other.intensity)) / 4
-            high = abs(np.log10(row.flops / row.seconds * other.seconds / other.flops))
-            assert max(wide, high) > APART
+        side = -1 if row.intensity > 206 else 1
+        for other in set(dots) - {row}:
+            wide = side * np.log10(other.intensity / row.intensity)
+            high = np.log10(other.flops / other.seconds * row.seconds / row.flops)
+            assert not (0.05 < wide < 1 and -APART < high < 0)
+            assert other not in kept or max(abs(wide) / 4, abs(high)) > APART
 
 
 def test_the_ridge_plane_is_flat_and_the_question_lies_on_the_surface(question: Question) -> None:
@@ -293,11 +300,11 @@ def test_roofline_of_plain_decoding_has_no_drafts(recommendation: Recommendation
 def test_every_alternative_has_a_bar_with_its_reason(recommendation: Recommendation) -> None:
     figure = charts.alternatives(recommendation)
     shown = {name: reason for trace in figure.data for name, reason in zip(trace.y, trace.customdata, strict=True)}
-    assert shown == {recommendation.name: "recommended"} | {
-        other.preset: other.rejected for other in recommendation.alternatives
+    assert shown == {short_name(recommendation.name): "recommended"} | {
+        short_name(other.preset): other.rejected for other in recommendation.alternatives
     }
     verdicts = traces(figure)
-    assert verdicts["recommended"].y == (recommendation.name,)
+    assert verdicts["recommended"].y == (short_name(recommendation.name),)
     assert "dapq" in verdicts["quality"].y
     assert min(min(trace.error_x.array) for trace in figure.data) >= 0
 
@@ -329,8 +336,8 @@ def test_operations_of_drafts_count_once_for_each_draft(recommendation: Recommen
 
 
 def test_bars_of_alternatives_reach_from_low_to_high(recommendation: Recommendation) -> None:
-    expected = {other.preset: other.predicted for other in recommendation.alternatives}
-    expected[recommendation.name] = recommendation.predicted
+    expected = {short_name(other.preset): other.predicted for other in recommendation.alternatives}
+    expected[short_name(recommendation.name)] = recommendation.predicted
     for trace in charts.alternatives(recommendation).data:
         ends = zip(trace.y, trace.x, trace.error_x.arrayminus, trace.error_x.array, strict=True)
         for name, best, below_ms, above_ms in ends:
@@ -375,17 +382,18 @@ def test_the_figure_of_traffic_has_every_percentile_and_limit() -> None:
         "Llama-3.1-8B", "h200", rates, isl="4k", osl="64", traffic=Traffic(requests=200, replicas=1),
         limits=LatencyLimits(ttft_s=2.0), backend="vllm",
     )  # fmt: skip
-    figure = capacity_figure(result)
-    lines = [(line.name, list(line.y)) for line in figure.data[:6]]
+    lines = [(line.name, list(line.y)) for name in LATENCIES for line in charts.latency_figure(result, name).data]
     expected = [
         (f"p{percentile}", [getattr(row, f"{name}_p{percentile}_ms") for row in result.rows])
         for name in ("ttft", "tpot")
         for percentile in (50, 90, 99)
     ]
     assert lines == expected
-    assert list(figure.data[6].x) == [row.tpot_p50_ms for row in result.rows]
-    assert list(figure.data[6].y) == [row.output_tokens_per_s_per_gpu for row in result.rows]
-    assert [shape.y0 for shape in figure.layout.shapes] == [2000.0]
+    points = charts.front_figure([result]).data[0]
+    assert list(points.x) == [row.tpot_p50_ms for row in result.rows]
+    assert list(points.y) == [row.output_tokens_per_s_per_gpu for row in result.rows]
+    limits = [[shape.y0 for shape in charts.latency_figure(result, name).layout.shapes] for name in LATENCIES]
+    assert limits == [[2000.0], []]
 
 
 def test_accepted_share_by_gamma_and_choices_of_pseudo_queries():

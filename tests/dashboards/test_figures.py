@@ -144,16 +144,6 @@ def test_the_legend_of_a_round_sums_to_its_length() -> None:
         assert ends[method] == pytest.approx(bars)
 
 
-def test_placements_are_drawn_as_lines_and_measured_ones_as_points() -> None:
-    (figure,) = figures_named(["specontext-placement"])
-    measured = {"tokens": 32768, "source": "measured", "layers_on_host": 3, "adaptive_ms": 21.5, "static_ms": 95.0}
-    rows = figure.data()
-    assert len(figure.draw(rows).data) == 3
-    adaptive, points, static, others, _ = figure.draw([*rows, measured]).data
-    assert [list(trace.y) for trace in (points, others)] == [[21.5], [95.0]]
-    assert [trace.mode for trace in (adaptive, points, static, others)] == ["lines", "markers"] * 2
-
-
 def test_layers_that_leave_one_by_one_are_never_slower_than_all_at_once() -> None:
     """Equal while none leaves; from then on every layer that stays is one less to copy, until all have left."""
     (figure,) = figures_named(["specontext-placement"])

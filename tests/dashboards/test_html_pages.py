@@ -4,16 +4,11 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 from suite_results import REGRET, REPORT, ROW
 
 from ridgeplan.dashboards.charts.results import errors, regrets, scatter
-from ridgeplan.dashboards.html_pages import table, tpot_map, validation_page
-from ridgeplan.planner.queries.maps import plan_map
-from ridgeplan.planner.queries.sweep import SweepPoint
-from ridgeplan.planner.question import ask
-from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.dashboards.html_pages import table, validation_page
 from ridgeplan.validate.suite.report import SuiteReport, summaries
 
 
@@ -95,14 +90,3 @@ def test_a_scatter_has_a_point_per_row_and_the_errors_are_in_percent() -> None:
 def test_cells_are_escaped_and_figures_are_marked() -> None:
     assert table(("a",), [("<b>",)]).endswith("<td>&lt;b&gt;</td></tr></tbody></table>")
     assert '<td class="figure">+1.0%</td>' in table(("a",), [("+1.0%",)])
-
-
-def test_colours_of_a_sweep_are_logarithms_of_the_milliseconds(profile: Profile) -> None:
-    question = ask("Llama-3.1-8B", "h200", 4096, profile=profile)
-    plans = plan_map(question, (1024, 131_072), (1, 16))
-    (heat,) = tpot_map(SweepPoint({}, question, (1024, 131_072), (1, 16), 131_072, plans), plans).data
-    shown = np.asarray(heat.customdata, dtype=float)
-    assert shown == pytest.approx(np.where(plans.fits, 1e3 * plans.tpot_s, np.nan), nan_ok=True)
-    assert np.asarray(heat.z, dtype=float) == pytest.approx(np.log10(shown), nan_ok=True)
-    marks = [float(text) for text in heat.colorbar.ticktext]
-    assert list(heat.colorbar.tickvals) == pytest.approx(np.log10(marks), abs=0.01)

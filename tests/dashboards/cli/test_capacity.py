@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,27 @@ def test_what_is_printed_is_what_its_json_holds(invoke: Any) -> None:
     assert "steps with prompts are fitted to vLLM" in text.replace("\n  ", " ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("--rate", "1"), "At 1/s, 1 GPU keeps up; no latency limit is set: 99% of the requests get their first token"),
+        (
+            ("--rate", "40"),
+            r"At 40/s, 1 GPU serves only [\d.]+/s, so that the queue grows; at least \d+ GPUs are needed\.",
+        ),
+        (
+            ("--rate", "40", "--ttft-p99", "1s"),
+            r"At 40/s, (\d+) GPUs hold the latency limits: .* \(limit 1 s\) and take ",
+        ),
+        (("--rate", "40", "--ttft-p99", "1s", "--replicas", "2"), "At 40/s, 2 GPUs miss the latency limit on TTFT: "),
+    ],
+)
+def test_a_verdict_says_how_many_gpus_and_whether_they_hold_the_limits(
+    invoke: Any, changes: tuple[str, ...], words: str
+) -> None:
+    assert re.search(words, " ".join(invoke(*LINE, *changes).stdout.split()))
+
+
 def test_equal_lines_print_equal_answers(invoke: Any) -> None:
     line = (*LINE, "--rate", "2/s", "--seed", "7", "--replicas", "2", "--json")
     assert invoke(*line).stdout == invoke(*line).stdout
@@ -35,7 +57,7 @@ def test_the_table_and_the_figure_are_written(invoke: Any, tmp_path: Path) -> No
     rows = list(csv.DictReader((tmp_path / "load.csv").open(encoding="utf-8")))
     assert [row["rate"] for row in rows] == ["1.0", "2.0"]
     page = (tmp_path / "load.html").read_text(encoding="utf-8")
-    assert "throughput against time per token" in page
+    assert "Throughput against time per token" in page and "<li>At 1/s, 1 GPU holds the latency limits: " in page
     assert "<h1>Serving capacity</h1>" in page
 
 

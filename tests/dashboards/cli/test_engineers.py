@@ -9,6 +9,7 @@ import pytest
 
 from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, save_profile
+from ridgeplan.roofline.plan.presets import short_name
 
 LLAMA, HEAD = "Llama-3.1-8B", "class,seconds,flops,read_bytes,write_bytes\n"
 
@@ -57,9 +58,39 @@ def test_a_brief_is_one_file_that_loads_nothing(invoke: Any, tmp_path: Path) -> 
     result = invoke("brief", LLAMA, "--gpu", "h200", "--ctx", "120k", "-o", path)
     assert result.exit_code == 0, result.stderr
     page = path.read_text()
-    assert "<h2>Recommended: " in page and "<td>recommended" in page
-    assert page.count('class="plotly-graph-div"') == 3
+    assert "ms per token, " in page.partition("</h1>")[0] and "<td>recommended" in page
+    assert "<td>Bottleneck</td>" in page and "--all" not in page
+    assert page.count('class="plotly-graph-div"') == 2
     assert "default-src 'none'" in page and "<script src" not in page
+
+
+def test_a_brief_of_a_plan_asks_the_plan_s_question(invoke: Any, refuses: Any, tmp_path: Path) -> None:
+    plan, page = tmp_path / "plan.json", tmp_path / "brief.html"
+    question = (LLAMA, "--gpu", "h100", "--ctx", "9k", "--batch", 2, "--quality", "4-bit")
+    answer = invoke("plan", *question, "-o", plan).stdout
+    result = invoke("brief", plan, "-o", page)
+    assert result.exit_code == 0, result.stderr
+    assert " on h100-sxm, 9216 tokens, batch 2: " in result.stdout and "another plan" not in result.stdout
+    assert short_name(result.stdout.partition(" for ")[0]) in answer
+    assert " on h200, 9216 tokens" in invoke("brief", plan, "--gpu", "h200", "-o", page).stdout
+    assert "note: the file holds another plan: " in invoke("brief", plan, "--quality", "exact", "-o", page).stdout
+    assert "'.pdf'; allowed: .html, .png" in refuses("brief", plan, "-o", tmp_path / "brief.pdf")
+
+
+def test_a_brief_as_png_is_a_picture_or_names_what_is_allowed(
+    invoke: Any, refuses: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture itself is drawn by kaleido, which tests do without."""
+    drawn: dict[Path, Any] = {}
+    command, path = ("brief", LLAMA, "--gpu", "h200", "--ctx", "8k", "-o"), tmp_path / "slide.png"
+    with monkeypatch.context() as patch:
+        patch.setattr("ridgeplan.dashboards.figures.paper_figure.write_pngs", drawn.update)
+        assert invoke(*command, path).exit_code == 0
+    assert [trace.type for trace in drawn[path].data][-1] == "table"
+    assert "ms per token" in drawn[path].layout.title.text
+    assert not path.exists()
+    monkeypatch.setattr("ridgeplan.dashboards.figures.paper_figure.can_draw", lambda: False)
+    assert "PNG files need kaleido" in refuses(*command, path)
 
 
 def test_a_plan_for_several_gpus_shows_its_degrees_and_is_explained(invoke: Any, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from subprocess import run
 from typing import Any
 
 import pytest
-from results_file import ResultsFile
 
 from ridgeplan.dashboards.figures import paper_figure
 
@@ -128,37 +127,3 @@ def test_without_kaleido_or_chrome_nothing_is_written(
 )
 def test_wrong_names_and_settings_are_refused(refuses: Any, arguments: tuple[str, ...], text: str) -> None:
     assert text in refuses("figures", *arguments)
-
-
-def test_the_benchmark_of_placements_is_drawn_beside_its_prediction(invoke: Any, tmp_path: Path) -> None:
-    row = {"context": 32768, "host_layers": 3, "predicted_adaptive_ms": 20.0, "predicted_static_ms": 90.0,
-           "adaptive_ms": 21.5, "static_ms": 95.0}  # fmt: skip
-    path = tmp_path / "offload.json"
-    ResultsFile.at(path).measure("cliff", {"32768": lambda: row})
-    line = ("figures", "specontext-placement", "--set", "memory_gb=32", "--json")
-    (figure,) = json.loads(invoke(*line, "--measured", path).stdout)["figures"]
-    (predicted,) = json.loads(invoke(*line).stdout)["figures"]
-    assert figure["rows"][:-1] == predicted["rows"]
-    assert figure["rows"][-1] == {
-        "tokens": 32768, "source": "measured", "layers_on_host": 3, "adaptive_ms": 21.5, "static_ms": 95.0,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("document", "text"),
-    [
-        ({"cliff": []}, "has the section 'cliff' as []"),
-        ({"link": {}}, "has the section 'cliff' as None; allowed: a list of rows"),
-        ({"cliff": [{"context": -1}]}, "offload.json: "),
-        ([], "has the section 'cliff' as None"),
-    ],
-)
-def test_what_is_no_result_of_the_benchmark_is_refused(refuses: Any, tmp_path: Path, document: Any, text: str) -> None:
-    path = tmp_path / "offload.json"
-    path.write_text(json.dumps(document))
-    assert text in refuses("figures", "specontext-placement", "--json", "--measured", path)
-
-
-def test_measured_rows_need_their_figure(refuses: Any, tmp_path: Path) -> None:
-    message = refuses("figures", "quantspec-fig4", "--json", "--measured", tmp_path / "offload.json")
-    assert "--measured is given; allowed: with specontext-placement" in message

@@ -57,8 +57,23 @@ def test_recommended_plan_is_a_plan_and_faster_than_the_baseline(invoke: Any) ->
 def test_recommend_without_json_explains_and_lists_alternatives(invoke: Any) -> None:
     result = invoke("recommend", *QUESTION, "--all")
     assert result.exit_code == 0
-    for part in ("ms per token", "peak memory", "recommended", "autoregressive", "speed-up"):
+    for part in ("time per token: ", "peak memory: ", "recommended: ", "autoregressive", "speed-up"):
         assert part in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--ctx", "-3", "--memory-limit", "24", "--backend", "mine"),
+         ("4 mistakes: ", "Missing option '--gpu'", "'-3' is negative; allowed: a positive number", "without a unit",
+          "'mine' is not one of")),
+        (("--gpu", "h20o", "--ctx", "0", "--batch", 0),
+         ("4 mistakes: ", "Did you mean", "unknown GPU 'h20o'", "context is 0", "batch is 0; allowed")),
+    ],
+)  # fmt: skip
+def test_all_mistakes_are_named_at_once(refuses: Any, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+    message = refuses("plan", "Llama-3.1-9B", *options)
+    assert [part for part in words if part not in message] == []
 
 
 def test_output_writes_the_plan_that_is_printed(invoke: Any, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from streamlit.testing.v1 import AppTest
 
 from ridgeplan import planner
 from ridgeplan.dashboards import app
-from ridgeplan.dashboards.page.answer import length_fixes, plan_sentence
+from ridgeplan.dashboards.page.answer import length_fixes
 from ridgeplan.dashboards.page.inputs import PageQuestion
 from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import read_plan
 from ridgeplan.planner.render.text import plain_words
+from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence
 from ridgeplan.roofline.catalog.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("only_profile")
@@ -84,12 +85,20 @@ def test_without_a_probability_the_plan_is_still_named() -> None:
 
 
 def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
+    """The table of reasons, which has the words of `plan --all`."""
     page.run()
-    assert re.search(
-        r"Best plan that ridgeplan cannot execute yet: .* \((estimated only[,:]|not calibrated on) ", shown(page)
-    )
+    assert not page.table
+    page.session_state["why"] = True
+    page.run()
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000)
+    why = page.table[0].value.iloc[:, 0]
+    assert [sentence(what) for what, _ in reasons(answer)] == list(why.index)
+    assert answer.best_estimated and answer.best_estimated.preset in why["Fastest estimated"].replace("\\", "")
+    assert plain_words(answer.plan) in why["Recommended"].replace("\\", "")
+    others = page.dataframe[0].value
+    assert plain_words(answer.alternatives[0].plan) == others["what it changes"][0]
     page.selectbox(key="objective").set_value("memory").run()
-    assert "No plan that is only estimated is faster." in shown(page)
+    assert page.table[0].value.iloc[:, 0]["Fastest estimated"] == "no plan that is only estimated is faster"
 
 
 def test_the_share_of_the_memory_is_an_input(page: AppTest) -> None:
@@ -169,6 +178,20 @@ def test_bad_inputs_show_a_message(page: AppTest, key: str, value: str, words: s
     assert words in shown(page)
     assert len(page.error) >= 1
     assert not page.metric
+
+
+def test_all_mistakes_are_listed_at_once(page: AppTest) -> None:
+    wrong = {"context": "many", "batch": "-3", "memory_limit": "24", "new_tokens": "0", "model": "nowhere.gguf",
+             "gpu": "h20o"}  # fmt: skip
+    for key, value in wrong.items():
+        page.query_params[key] = value
+    page.run()
+    (error,) = page.error
+    lines = str(error.value).replace("\\", "").splitlines()
+    assert len(lines) == len(wrong)
+    for words in ("context: 'many' is not", "batch: '-3' is negative; allowed: a positive number", "without a unit",
+                  "new_tokens is 0", "nowhere.gguf", "unknown GPU 'h20o'"):  # fmt: skip
+        assert sum(words in line for line in lines) == 1, words
 
 
 def test_messages_hold_no_markup(page: AppTest) -> None:

@@ -6,6 +6,7 @@ from streamlit.testing.v1 import AppTest
 from ridgeplan import planner
 from ridgeplan.dashboards import app
 from ridgeplan.planner import NothingFits
+from ridgeplan.planner.render.verdict import sentence
 
 pytestmark = pytest.mark.usefixtures("only_profile")
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -90,8 +91,9 @@ def test_cards_are_the_planner_s_fixes() -> None:
     with pytest.raises(NothingFits) as caught:
         planner.recommend(MODEL, "h200", 120_000, memory_limit="10GB")
     page = opened(memory_limit="10GB")
-    shown = [str(element.value).replace("\\", "") for element in page.caption]
-    assert [fix.text for fix in caught.value.fixes] == [text for text in shown if text in str(caught.value)]
+    shown = [str(element.value).replace("\\", "") for element in page.markdown]
+    assert [sentence(fix.text) for fix in caught.value.fixes] == shown[-len(caught.value.fixes) :]
+    assert "--" not in "".join(shown)
 
 
 def test_what_does_not_fit_the_gpu_alone_has_the_cards_of_what_would() -> None:
@@ -112,7 +114,7 @@ def test_the_memory_of_the_host_is_an_input() -> None:
     """Layers that the usual memory has room for do not fit a host with 20 GB; a card says how much it takes."""
     page = opened(context="64k", batch="8", gpu="rtx5090", host_memory="2GB")
     assert "nothing fits" in page.error[0].value
-    places = [place for place, element in enumerate(page.markdown) if "Host with" in str(element.value)]
+    places = [place for place, element in enumerate(page.markdown) if "of the host" in str(element.value)]
     assert len(places) == 1
     last = max(
         int(str(element.key).removeprefix("fix_")) for element in page.button if str(element.key).startswith("fix_")

@@ -53,10 +53,16 @@ def test_tabs_hold_for_several_gpus(name: str, least: int) -> None:
 
 
 def test_traffic_shows_the_energy_that_its_notes_speak_of() -> None:
-    captions = [caption.value.replace("\\", "") for caption in tab("Traffic", rates="1").caption]
-    (spent,) = (text for text in captions if "J per output token" in text)
-    assert spent.startswith("1/s: $") and "per million output tokens" in spent
-    assert any(text.startswith("energy is that of GPUs at 700 W") for text in captions)
+    text = "\n".join(caption.value.replace("\\", "") for caption in tab("Traffic", rates="1").caption)
+    (spent,) = (line for line in text.splitlines() if "J per output token" in line)
+    assert spent.startswith("- 1/s: $") and "per million output tokens" in spent
+    assert "\n- Energy is that of GPUs at 700 W" in text
+
+
+def test_traffic_says_in_words_how_many_gpus_hold_the_limits() -> None:
+    texts = [str(item.value).replace("\\", "") for item in tab("Traffic", rates="0.5", ttft_p99="60s").markdown]
+    (verdict,) = (text for text in texts if text.startswith("- At "))
+    assert verdict.startswith("- At 0.5/s, 1 GPU holds the latency limits: 99% of the requests get their first token")
 
 
 def test_gpus_are_compared_with_one_plan() -> None:
@@ -74,7 +80,7 @@ def test_plans_are_compared_at_their_fastest() -> None:
 
 
 def test_all_plans_come_with_the_reasons_why_they_lost() -> None:
-    table = tab("Compare", compare="All plans here").dataframe[0].value
+    table = tab("Compare", compare="All plans").dataframe[0].value
     assert {"plan", "ms per token", "why not"} <= set(table.columns)
     assert table["why not"].str.len().min() > 0
     assert "autoregressive" in set(table["plan"])
@@ -93,6 +99,20 @@ def test_formulas_are_shown_when_they_are_opened() -> None:
 def test_a_limit_that_is_no_time_is_said(key: str, words: str) -> None:
     page = tab("Capacity", **{key: "soon"})
     assert words in str(page.error[0].value).replace("\\", "")
+
+
+def test_all_mistakes_of_a_tab_are_listed_at_once() -> None:
+    page = tab("Traffic", rates="4/day", isl="normal:8k", ttft_p99="soon")
+    lines = str(page.error[0].value).replace("\\", "").splitlines()
+    assert len(page.error) == 1 and len(lines) == 3
+    assert "'4/day' is not a rate" in lines[0] and "'normal:8k'" in lines[1] and "'soon' is not a time" in lines[2]
+
+
+def test_the_best_choices_are_numbered_as_in_the_figure() -> None:
+    rows = tab("Trade-offs").dataframe[0].value
+    assert list(rows[""]) == list(range(1, len(rows) + 1))
+    assert rows["tokens/s of one request"].is_monotonic_increasing
+    assert rows["tokens/s of the GPU"].is_monotonic_decreasing
 
 
 def test_another_figure_of_a_paper_has_its_own_sliders() -> None:
