@@ -21,13 +21,14 @@ ANSWERED: dict[str, Callable[[Answer], None]] = {
     "Breakdown": rounds.show_breakdown,
     "Speculation": rounds.show_speculation,
 }
-# Less space above the page, and figures that fit tiles of which a phone shows two side by side. Phones get words on
-# what is beyond the edge of a table, and behind the arrow above the page. Where nothing hovers, plotly's buttons would
-# cover a figure for good.
+# Less space above the page, figures that fit tiles of which a phone shows two side by side, and cells of tables as wide
+# as the page. Phones get words on what is beyond the edge of a table, and behind the arrow above the page. Where
+# nothing hovers, plotly's buttons would cover a figure for good.
 STYLE = """<style>
 .stMainBlockContainer { padding-top: 3.5rem; padding-bottom: 2rem; }
 .st-key-tiles > * { flex: 1 1 7.5rem; }
 .st-key-tiles [data-testid="stMetricValue"] { font-size: 1.6rem; }
+[data-testid="stTable"] td * { max-width: none; }
 @media (hover: none) { .modebar { display: none; } }
 @media (max-width: 640px) {
   [data-testid="stDataFrame"]::after { content: "Swipe the table for more columns."; opacity: 0.6; font-size: 0.8rem; }

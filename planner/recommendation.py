@@ -130,12 +130,10 @@ class Recommendation(Table):
         lines = [f"{what}: {text}" for what, text in reasons(self)]
         lines += [f"note: {note}" for note in (self.warning, *self.notes) if note]
         lines += [f"all on the GPU: {', or '.join(fix.text for fix in self.on_device)}"] if self.on_device else []
-        lines += [f"degrees: {line}" for line in degree_lines(self.degrees)]
-        lines += [f"rejected: {other.preset}, {other.rejected}" for other in self.alternatives[:5]]
-        question = (
-            f"{workload.model} on {workload.devices}, {workload.context} tokens of context, batch {workload.batch}:"
-        )
-        return "\n  ".join((question, *lines))
+        lines += [*(f"degrees: {line}" for line in degree_lines(self.degrees)),
+                  *(f"rejected: {other.preset}, {other.rejected}" for other in self.alternatives[:5])]  # fmt: skip
+        size = f"{workload.context} tokens of context, batch {workload.batch}"
+        return "\n  ".join((f"{workload.model} on {workload.devices}, {size}:", *lines))
 
     @property
     def warning(self) -> str | None:

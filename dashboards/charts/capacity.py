@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import plotly.graph_objects as go
@@ -165,7 +165,6 @@ def _spacing(values: np.ndarray) -> float:
 
 
 def _axes(figure: go.Figure, plan_map: PlanMap, x: np.ndarray, y: np.ndarray) -> None:
-    ticks: Sequence[int]
     ticks, texts = token_ticks(plan_map.contexts)
     wide, high = _spacing(x) / 2, _spacing(y) / 2
     figure.update_xaxes(title={"text": "context (tokens)", "standoff": 44}, range=[x[0] - wide, x[-1] + wide])

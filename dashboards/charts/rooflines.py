@@ -51,7 +51,7 @@ def labelled(ops: Sequence[OpTime], ridge_point: float) -> set[OpTime]:
     """The operations that are named: those that take the most time, whose names cover no other dot or name."""
     kept: list[OpTime] = []
     for op in sorted(ops, key=lambda op: -op.seconds):
-        free = not any(_covers(op, other, ridge_point) for other in ops)
+        free = not any(_covers(op, other, ridge_point) for other in ops if other is not op)
         if free and len(kept) < LABELS and all(_apart(op, other) > APART for other in kept):
             kept.append(op)
     return set(kept)
@@ -60,7 +60,7 @@ def labelled(ops: Sequence[OpTime], ridge_point: float) -> set[OpTime]:
 def _covers(op: OpTime, other: OpTime, ridge_point: float) -> bool:
     """Whether a name below the dot of `op`, on the side where there is room, covers the dot of another operation."""
     wide, high = np.log10(other.intensity / op.intensity), _height(op, other)
-    return bool(0.05 < (-wide if op.intensity > ridge_point else wide) < NAME_WIDTH and -2 * APART < high < APART / 4)
+    return bool(-0.1 < (-wide if op.intensity > ridge_point else wide) < NAME_WIDTH and -2 * APART < high < APART / 4)
 
 
 def _height(op: OpTime, other: OpTime) -> float:

@@ -123,8 +123,7 @@ def subject(recommendation: Recommendation) -> str:
     workload, predicted = recommendation.plan.workload, recommendation.predicted
     return (
         f"{workload.model} on {workload.devices}, {tokens_text(workload.context)} tokens of context, "
-        f"batch {workload.batch}. Figures are {predicted.source}; the time per token is between "
-        f"{time_text(predicted.low.tpot_ms)} and {time_text(predicted.high.tpot_ms)} with 90% probability."
+        f"batch {workload.batch}. Figures are {predicted.source}. Ranges hold with 90% probability."
     )
 
 
@@ -139,10 +138,11 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
         ("First token", time_text(best.ttft_request_ms), _first_tokens(recommendation)),
         ("Tokens/s", three_digits(best.tokens_per_s),
          f"{whose}; {three_digits(low.tokens_per_s)} to {three_digits(high.tokens_per_s)}"),
-        _gain_tile(recommendation),
+        ("Speed-up", f"{recommendation.predicted.speedup:.2f}x",
+         f"{time_text(recommendation.baseline.best.tpot_ms)} by {recommendation.baseline_text}"),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
         ("1M new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
-         f"at ${dollars_per_hour:.2f} per GPU-hour, prompts not included"),
+         f"at ${dollars_per_hour:.2f} a GPU-hour, without prompts"),
     ]  # fmt: skip
 
 
@@ -152,11 +152,6 @@ def _first_tokens(recommendation: Recommendation) -> str:
     if recommendation.plan.workload.batch > 1:
         return f"of a request; {time_text(best.ttft_ms)} of the batch's last"
     return f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"
-
-
-def _gain_tile(recommendation: Recommendation) -> tuple[str, str, str]:
-    plain = f"{time_text(recommendation.baseline.best.tpot_ms)} by {recommendation.baseline_text}"
-    return "Speed-up", f"{recommendation.predicted.speedup:.2f}x", plain
 
 
 def _show_tiles(recommendation: Recommendation) -> None:
@@ -236,10 +231,10 @@ def show_alternatives(answer: Answer) -> None:
 def _show_plans(plans: Sequence[Alternative], key: str) -> None:
     """A table of plans, with what each changes in plain words."""
     rows = [
-        {"plan": short_name(other.preset), "what it changes": plain_words(other.plan),
-         "ms per token": round(other.predicted.best.tpot_ms, 3), "speed-up": round(other.predicted.speedup, 2),
-         "peak GB": round(other.predicted.best.peak_memory_bytes / 1e9, 2), "source": other.predicted.source,
-         "why not": other.rejected}
+        {"plan": short_name(other.preset), "ms per token": round(other.predicted.best.tpot_ms, 3),
+         "speed-up": round(other.predicted.speedup, 2),
+         "peak GB": round(other.predicted.best.peak_memory_bytes / 1e9, 2), "why not": other.rejected,
+         "source": other.predicted.source, "what it changes": plain_words(other.plan)}
         for other in plans
     ]  # fmt: skip
     st.dataframe(rows, key=key, hide_index=True)

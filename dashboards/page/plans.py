@@ -150,9 +150,9 @@ def show_trade_offs(answer: Answer) -> None:
     st.caption("Each line is one plan at every batch that fits. Points further up and to the right are better.")
     st.markdown("**The best choices**, as numbered in the figure")
     rows = [
-        {"": number, "plan": short_name(point.plan), "what it changes": plain_words(plans[point.plan]),
-         "batch": point.batch, "tokens/s of one request": round(point.per_user, 1),
-         "tokens/s of the GPU": round(point.per_gpu)}
+        {"": number, "plan": short_name(point.plan), "batch": point.batch,
+         "tokens/s of one request": round(point.per_user, 1), "tokens/s of the GPU": round(point.per_gpu),
+         "what it changes": plain_words(plans[point.plan])}
         for number, point in enumerate(front, 1)
     ]  # fmt: skip
     st.dataframe(rows, hide_index=True, key="front_points")

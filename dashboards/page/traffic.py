@@ -33,8 +33,7 @@ def show_traffic(page: PageQuestion) -> None:
     ttft_limit = ttft.text_input("Limit: first token, p99", key="ttft_p99", bind=IN_URL, placeholder="such as 2s")
     tpot_limit = tpot.text_input("Limit: per token, p99", key="tpot_p99", bind=IN_URL, placeholder="such as 30ms")
     parsers = (parse_rates, parse_lengths, parse_lengths, optional(duration_s), optional(duration_s))
-    texts = (rates, prompts, outputs, ttft_limit, tpot_limit)
-    numbers, _, _, *longest = together(map(partial, parsers, texts))
+    numbers, _, _, *longest = together(map(partial, parsers, (rates, prompts, outputs, ttft_limit, tpot_limit)))
     result, by_degrees = simulated(page, numbers, prompts, outputs, LatencyLimits(*longest))
     st.markdown("\n".join(f"- {escaped(verdict)}" for verdict in result.verdicts))
     server = f"{result.model} on {result.gpu} in {ENGINES[result.backend].title}, without drafts"

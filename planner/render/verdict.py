@@ -79,13 +79,13 @@ def _drafting(recommendation: Recommendation) -> Iterator[tuple[str, str]]:
     drafts = "1 token is" if predicted.gamma == 1 else f"{predicted.gamma} tokens are"
     checked = f"{time_text(predicted.draft_step_ms)} each, and checked in one pass of {time_text(predicted.verify_ms)}"
     yield "drafting", f"{drafts} drafted, {checked}; a round yields {predicted.tokens_per_round:.2f} tokens on average"
-    kept = f"{rate.best:.1%} ({rate.low:.1%} to {rate.high:.1%}) of the drafts that follow kept ones are kept"
+    kept = f"{rate.best:.1%} ({rate.low:.1%} to {rate.high:.1%}) of the drafts are kept where those before them were"
     yield "acceptance", f"{kept}; {rate.source}: {rate.where}"
     if recommendation.drafter_range:
         yield "drafter", recommendation.drafter_text
     if recommendation.adaptive:
         loss = f"at most {100 * (RUNNING_LOSS + STARTING_LOSS):.3g}% slower than plain decoding on any text"
-        yield "adaptive", f"gamma 0 to {recommendation.adaptive.speculation.gamma}, by what is accepted; {loss}"
+        yield "adaptive", f"0 to {recommendation.adaptive.speculation.gamma} drafts, by what is accepted; {loss}"
 
 
 def _time_text(predicted: Prediction, recommendation: Recommendation) -> str:
