@@ -73,7 +73,7 @@ def test_the_table_and_the_figure_are_written(invoke: Any, tmp_path: Path) -> No
         (("--rate", "1", "--burstiness", "0"), 2, "burstiness is 0.0; allowed: a number from 0.01 to 100"),
         (("--rate", "1", "--price", "-1"), 2, "the price is -1"),
         (("--rate", "1", "--gpu", "h20o"), 2, "--gpu is h200,h20o; allowed: one GPU"),
-        (("--rate", "1", "--isl", "200k"), 2, "context 204800 is beyond the limit"),
+        (("--rate", "1", "--isl", "200k"), 2, "context 200k is beyond the limit"),
         (("--trace", "none.csv"), 2, "a trace has lengths of its own; allowed: it alone, or isl and osl alone"),
         (("--rate", "1", "-o", "load.txt"), 2, "allowed: .csv, .md, .json, .png, .html"),
         (("--rate", "1", "--tpot-p99", "1ms"), 3, "ms even without load; allowed: a limit above that, not 1 ms"),
