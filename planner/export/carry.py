@@ -16,9 +16,10 @@ from ridgeplan.planner.acceptance.drafters import (
     proposal_acceptance,
 )
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.planner.export.drafts import BLOCKS, CONTEXTS, HEADS, LOOKUPS, MIN_GAIN, DraftModel, EngineRounds, ranges
+from ridgeplan.planner.export.drafts import BLOCKS, HEADS, LOOKUPS, MIN_GAIN, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.quantities import tokens_text
+from ridgeplan.planner.queries.drafter_range import last_win, last_context
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.sharding import shard
@@ -203,11 +204,16 @@ def _stops_heads(placed: Served) -> bool:
 
 def _end(placed: Served, drafts: DraftModel, rounds: EngineRounds) -> int | None:
     """The context from which on an EAGLE-3 head loses at its acceptance there; None if it always wins."""
-    workload, gamma = placed.options.plan.workload, drafts.gamma
-    drafter = Drafter(DrafterKind.HEAD, 1)
-    known = (_head_acceptance(at_context(workload, context, drafter)).at(gamma)[1] for context in CONTEXTS)
-    tokens = (float(pass_tokens(1.0, acceptance, gamma)) for acceptance in known)
-    return rounds.loses_from(workload.rank_batch, gamma, list(tokens))
+    workload, shape = placed.options.plan.workload, placed.options.shape
+
+    def wins(context: int) -> bool:
+        accepted = _head_acceptance(at_context(workload, context, Drafter(DrafterKind.HEAD, 1)))
+        target = replace(rounds.target, context=float(context))
+        here = replace(rounds, target=target, drafts=replace(drafts, accepted=accepted))
+        drafted, plain = (here.tpot_s(workload.rank_batch, gamma) for gamma in (drafts.gamma, 0))
+        return bool(drafted < plain)
+
+    return last_win(wins, last_context(workload, shape))
 
 
 def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:

@@ -31,7 +31,6 @@ HEADS = ("eagle3", "mtp", *BLOCKS)
 LOOKUPS = ("ngram", "suffix")  # which need no draft model, as layers for multi-token prediction need none
 
 MIN_GAIN = 0.03  # for which a second copy of the model, or a gamma by batch, is worth its cost
-CONTEXTS = tuple(1024 * step for step in range(1, 129))  # at which a drafter's end is looked for
 
 
 @dataclass(frozen=True)
@@ -107,19 +106,6 @@ class EngineRounds:
         )  # fmt: skip
         draft_s = rates.step_s(self.drafts.shape or self.shape, self.hardware, draft)
         return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance(gamma), gamma))
-
-    def loses_from(self, batch: int, gamma: int, tokens: Sequence[float]) -> int | None:
-        """The shortest of CONTEXTS from which on rounds of gamma drafts lose against plain decoding; None if they win.
-
-        tokens: of a pass at each of CONTEXTS.
-        """
-        longest_win = 0
-        for context, tokens_here in zip(CONTEXTS, tokens, strict=True):
-            here = replace(self, target=replace(self.target, context=float(context)))
-            pass_s = here.tpot_s(batch, gamma) * pass_tokens(self.drafts.hit, self.drafts.acceptance(gamma), gamma)
-            if pass_s < tokens_here * here.tpot_s(batch, 0):
-                longest_win = context
-        return None if longest_win == CONTEXTS[-1] else longest_win
 
     def best_gammas(self, max_batch: int) -> list[int]:
         """The gamma at each of the batches 1, 2, ... `max_batch`: never more than at a smaller one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,9 +14,9 @@ from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.plan import Plan, Workload
 
-UNIT, STEPS_PER_OCTAVE = 1024, 4  # of contexts, before the last one at which it wins is found to a unit
+UNIT, STEPS_PER_OCTAVE = 1024, 4  # of contexts, before the last one at which drafts win is searched to a unit
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Mach
     speculation, workload = plan.speculation, plan.workload
     if not speculation.drafter.active:
         return None
-    last = max(int(workload.yarn_factor * shape.max_context), workload.context)
+    last = last_context(workload, shape)
     without = range(speculation.gamma + 1) if speculation.drafter.cascades else (0,)
 
     def wins(context: int) -> bool:
@@ -58,16 +59,33 @@ def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Mach
         *other, drafted = estimate_kinds(here, shape, machine, model, [*without, speculation.round_kind]).tpot_s
         return bool(drafted < min(other))
 
-    steps = np.arange(0, max(np.log2(last / UNIT), 0), 1 / STEPS_PER_OCTAVE)
-    contexts = [0, *sorted({*(UNIT * int(units) for units in np.round(2**steps)), last})]
-    place = next((place for place in range(len(contexts) - 1, 0, -1) if wins(contexts[place])), 0)
-    end: int | None = None
-    if place < len(contexts) - 1:
-        between = range(contexts[place + 1] - UNIT, contexts[place], -UNIT)
-        end = next((context for context in between if wins(context)), contexts[place])
-    at = [at_context(workload, context, speculation.drafter) for context in contexts[1:]]
+    end = last_win(wins, last)
+    at = [at_context(workload, context, speculation.drafter) for context in _sampled(last)]
     decays = len({each.acceptance_length for each in at}) > 1
     known = {round(proposal_acceptance(speculation.drafter.kind, each).best, 3) for each in at}
     assumed = "if it decays as EAGLE-3 was published to" if decays else "at the same acceptance" * (len(known) == 1)
     against = "self-drafts alone" if speculation.drafter.cascades else "plain decoding"
     return DrafterRange(end, last, against, assumed)
+
+
+def last_context(workload: Workload, shape: ModelShape) -> int:
+    """Up to which a drafter's end is searched: that of the model with the workload's YaRN, or the workload's."""
+    return max(int(workload.yarn_factor * shape.max_context), workload.context)
+
+
+def last_win(wins: Callable[[int], bool], last: int) -> int | None:
+    """The last context, to a unit, of those up to `last` at which drafts win; None if they do there, 0 if nowhere."""
+    longer = None
+    for context in reversed(_sampled(last)):
+        if wins(context):
+            if longer is None:
+                return None
+            return next((between for between in range(longer - UNIT, context, -UNIT) if wins(between)), context)
+        longer = context
+    return 0
+
+
+def _sampled(last: int) -> list[int]:
+    """Contexts from a unit to `last`, in equal ratios."""
+    steps = np.arange(0, max(np.log2(last / UNIT), 0), 1 / STEPS_PER_OCTAVE)
+    return sorted({*(UNIT * int(units) for units in np.round(2**steps)), last})
