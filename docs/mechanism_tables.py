@@ -12,6 +12,7 @@ from readme_tables import table
 FILE = Path(__file__).with_name("mechanisms.toml")
 PRESENT = {(True, True): "executed and priced", (True, False): "executed", (False, True): "priced only",
            (False, False): "left out"}  # fmt: skip
+NEWER_NAMES = {"SpecAttn": "[Vegas](https://arxiv.org/abs/2602.07223)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def contributions() -> str:
         by_paper.setdefault(row.paper, []).append(row)
     rows = [
         (
-            paper,
+            f"{paper}, now {NEWER_NAMES[paper]}" if paper in NEWER_NAMES else paper,
             _names(row.name for row in listed if row.executed and not row.missing),
             _names(row.name for row in listed if row.executed and row.missing),
             _names(f"{row.name} ({row.status})" for row in listed if not row.executed),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from ridgeplan.dashboards.cli import main
 from ridgeplan.dashboards.figures import figures_named
@@ -147,3 +148,13 @@ def test_every_table_and_figure_of_a_paper_is_among_the_published_items(paper):
     items = [item.items for item in ITEMS if item.paper == paper]
     for kind, expected in (("Table", TABLES), ("Fig", FIGURES)):
         assert set().union(*(numbers(each, kind) for each in items)) == {*expected[paper]}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/papers.md", "docs/glossary.md"])
+def test_specattn_is_introduced_with_its_newer_name(page: str) -> None:
+    (line, *_) = (line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if "SpecAttn" in line)
+    assert "Vegas" in line and "2602.07223" in line
+
+
+def test_the_preset_of_specattn_is_explained_with_its_newer_name() -> None:
+    assert "SpecAttn, now Vegas" in " ".join(CliRunner().invoke(main, ["explain", "specattn"]).stdout.split())

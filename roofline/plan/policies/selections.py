@@ -162,7 +162,9 @@ class SpecExtend(SparseSelection):
 
 @policy
 class SpecAttn(SparseSelection):
-    """The prefix tokens with the highest attention logits of the last verification (SpecAttn, section 3.3).
+    """The prefix tokens with the highest attention logits of the last verification (SpecAttn, now Vegas, section 3.3).
+
+    Both names are of one paper: arXiv 2602.07223, code platformxlab/vegas.
 
     rows: the verification's first and last query (Eq 3), all of them (Eq 2), or those whose tokens were accepted, which
     the paper's ablation compares (section 3.2). score: logits, or attention weights
