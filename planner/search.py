@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any
 
@@ -194,14 +194,19 @@ def _offloaded(workload: Workload, quality: Quality, weights: Sequence[Both]) ->
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
     """Drafts that read all tokens or, if none were evicted, what a policy selects."""
-    for name, policy in SELECTIONS.items():
-        speculation = Speculation(1, codes, make_selection(name))
+    for speculation in _self_drafts(codes):
         missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
-        if missing_codes or not policy.searched or (speculation.sparse and plain.eviction.active):
+        if missing_codes or (speculation.sparse and plain.eviction.active):
             continue
         if not speculation.sparse and codes is DraftCodes.FULL and not weights.draft_differs:
             continue  # the draft would be the target itself
         yield replace(plain, weights=weights, speculation=speculation)
+
+
+@cache
+def _self_drafts(codes: DraftCodes) -> tuple[Speculation, ...]:
+    """One draft of every selection that is searched, which reads these codes."""
+    return tuple(Speculation(1, codes, make_selection(name)) for name, policy in SELECTIONS.items() if policy.searched)
 
 
 def family_of(name: str, template: Plan) -> Family:
