@@ -1,5 +1,6 @@
 """Shared test setup: Triton's interpreter where no CUDA device is there, and skips that say why."""
 
+import atexit
 import gc
 import os
 import pydoc_data.topics
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported and collected stays: tests that collect garbage need not walk it, which takes a second.
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries report what they find at exit as leaks
 
 
 @pytest.fixture(scope="session")
