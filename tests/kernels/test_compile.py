@@ -221,7 +221,7 @@ def routed_experts(bits: int, gated: bool, config_name: str, mxfp4: bool = False
     return job("experts.triton", "_experts_kernel", types, constants, options)
 
 
-def routing_jobs() -> dict[str, dict[str, Any]]:
+def routing_jobs(every: bool) -> dict[str, dict[str, Any]]:
     """The choice of experts, blocks of pairs by expert, the weighted sum of experts, and products."""
     route = {"logits": "*fp32", "bias": "*fp32", "chosen": "*i64", "weights": "*fp32", "experts": "i32"}
     route |= {"scale": "fp32", "min_sum": "fp32"}
@@ -246,11 +246,10 @@ def routing_jobs() -> dict[str, dict[str, Any]]:
         ),
         "expert activation": job("experts.triton", "_activation_kernel", split, activated, {"num_warps": 4}),
     }
-    variants = [
-        (16, True, "FEW_ROWS"), (4, True, "FEW_ROWS"), (4, False, "INT4_SPLIT"), (8, False, "FEW_ROWS_SPLIT"),
-        (8, False, "MANY_ROWS"),
-    ]  # fmt: skip
-    jobs |= {f"MXFP4 experts {gated}": routed_experts(4, gated, "FEW_ROWS", True) for gated in (True, False)}
+    variants = [(16, True, "FEW_ROWS"), (4, False, "INT4_SPLIT"), (8, False, "MANY_ROWS")]
+    variants += [(4, True, "FEW_ROWS"), (8, False, "FEW_ROWS_SPLIT")] if every else []
+    mxfp4 = (True, False) if every else (True,)
+    jobs |= {f"MXFP4 experts {gated}": routed_experts(4, gated, "FEW_ROWS", True) for gated in mxfp4}
     return jobs | {f"int{bits} experts {name}": routed_experts(bits, gated, name) for bits, gated, name in variants}
 
 
@@ -284,25 +283,24 @@ def job(
 
 def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     """Attention, the KV cache, layers and products; with `every`, each configuration of each of them."""
-    variants = [("bf16", 128, 4, 16), ("bf16", 128, 0, 128), ("fp32", 64, 8, 16)]
-    more_variants = [("bf16", 128, 0, 16), ("bf16", 128, 8, 32), ("bf16", 64, 4, 64)]
-    summed = [(8, "probabilities"), (0, "logits")]
+    variants = [("bf16", 128, 4, 16), ("bf16", 128, 0, 128)]
+    more_variants = [("fp32", 64, 8, 16), ("bf16", 128, 0, 16), ("bf16", 128, 8, 32), ("bf16", 64, 4, 64)]
+    summed = [(8, "probabilities"), (0, "logits")] if every else [(0, "logits")]
     products = [(4, "bf16", "FEW_ROWS"), (8, "fp16", "MANY_ROWS"), (4, "fp32", "FLOAT32")]
     more_products = [(8, "bf16", "FEW_ROWS"), (4, "fp16", "MANY_ROWS"), (8, "fp32", "FLOAT32")]
     jobs = {
         f"attention {e} d{d} {bits}bit {rows} rows": attention(e, d, bits, rows)
         for e, d, bits, rows in variants + (more_variants if every else [])
     }
-    jobs |= {
-        f"attention with {scores} {bits}bit": attention("bf16", 128, bits, 32, scores)
-        for bits, scores in summed[: 2 if every else 1]
-    }
+    jobs |= {f"attention with {scores} {bits}bit": attention("bf16", 128, bits, 32, scores) for bits, scores in summed}
     jobs |= {"capped attention": capped_attention(), "paged attention": paged_attention(), "append": append()}
     jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     # Heads of 512 channels (Gemma 4). Codes take tiles of 16 rows at most.
-    wide = {f"attention d512 {bits}bit 64 rows": attention("bf16", 512, bits, 64) for bits in (0, 4, 8)}
-    jobs |= {**wide, "quantize d512": quantization("bf16", True, 512)}
+    wide = {
+        f"attention d512 {bits}bit 64 rows": attention("bf16", 512, bits, 64) for bits in ((0, 4, 8) if every else (8,))
+    }
+    jobs |= {**wide, **({"quantize d512": quantization("bf16", True, 512)} if every else {})}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
     jobs |= {"delta step": delta_step(), "gated norm": gated_norm()}
@@ -311,8 +309,9 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"int{bits} linear {name}": quantized_product(bits, element, name)
         for bits, element, name in products + (more_products if every else [])
     }
-    jobs |= {"split sum": split_sum(), **routing_jobs()}
-    jobs |= {f"latent attention {bits}bit": latent_attention(bits, 128 if bits == 8 else 16) for bits in (0, 4, 8)}
+    jobs |= {"split sum": split_sum(), **routing_jobs(every)}
+    latent = (0, 4, 8) if every else (0, 8)
+    jobs |= {f"latent attention {bits}bit": latent_attention(bits, 128 if bits == 8 else 16) for bits in latent}
     jobs["latent append"] = rotate_append()
     jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
     kinds: tuple[tuple[int, str, int], ...] = (
@@ -370,11 +369,10 @@ def selecting(kernel: str, **constants: int) -> dict[str, Any]:
 
 def sparse_jobs(every: bool) -> dict[str, dict[str, Any]]:
     """Selections, sparse attention and scores."""
-    return {
+    more = {"sparse int4 rows": sparse(4, 1, 16, value_rows=True), "sparse int8 8 queries": sparse(8, 8, 32)}
+    return (more if every else {}) | {
         "sparse bf16": sparse(0, 1, 16),
-        "sparse int4 rows": sparse(4, 1, 16, value_rows=True),
         "sparse int4 page 16": sparse(4, 1, 16, page=16),
-        "sparse int8 8 queries": sparse(8, 8, 32),
         "sparse int8 in slots": sparse(8, 1, 16, value_rows=True, slot_bytes=144),
         "pages": sparse_job("selection.triton", "_page_scores_kernel", 4, TYPES, **HEADS, PADDED=128, BLOCK=32),
         "head logits": sparse_job(

@@ -24,7 +24,8 @@ def at(question: Question, context: int, batch: int) -> Question:
 
 @pytest.mark.parametrize(
     ("gpu", "options"),
-    [("h200", {}), ("rtx4090", {}), ("rtx4090", {"offload": False}), ("h200", {"quality": "lossy"}),
+    [("h200", {}), ("rtx4090", {}), pytest.param("rtx4090", {"offload": False}, marks=pytest.mark.slow),
+     pytest.param("h200", {"quality": "lossy"}, marks=pytest.mark.slow),
      ("h200", {"backend": "vllm"}), ("h200", {"quality": "exact", "kv_format": "bf16"}),
      ("a100-80gb", {"objective": "total"}), ("l40s", {"backend": "vllm", "gpus": 4})],
 )  # fmt: skip

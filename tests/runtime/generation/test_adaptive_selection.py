@@ -73,7 +73,7 @@ def without_limit(plan):
 RUNS = [
     ("bf16", "retrieval-head", 1),
     ("bf16", "all", 0),
-    ("int8", "streamingllm", 0),
+    pytest.param("int8", "streamingllm", 0, marks=pytest.mark.slow),
     ("int4x2", "retrieval-head", 0),
     pytest.param("bf16", "quest", 0, marks=pytest.mark.slow),
     pytest.param("bf16", "retrieval-head", 0, marks=pytest.mark.slow),

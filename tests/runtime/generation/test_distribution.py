@@ -73,7 +73,10 @@ def pooled_chi_square(counts, probabilities):
         ),
         ("int4x2", 4, {"drafter": Drafter("suffix", 2, 2, 1), "draft_bits": 4}, {"temperature": 1.3, "top_k": 9}, None),
         # A head, to the target and to two passes of drafts.
-        ("bf16", 3, {"drafter": Drafter("head", 3)}, {"temperature": 0.7, "top_p": 0.9}, None),
+        pytest.param(
+            "bf16", 3, {"drafter": Drafter("head", 3)}, {"temperature": 0.7, "top_p": 0.9}, None,
+            marks=pytest.mark.slow,
+        ),
         ("int4x2", 4, {"drafter": Drafter("head", 2, 2, window=16)}, {"temperature": 1.3, "top_k": 9}, None),
         # Gamma changes from round to round.
         pytest.param("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, (1, 2, 0), marks=pytest.mark.slow),
