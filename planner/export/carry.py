@@ -204,16 +204,15 @@ def _stops_heads(placed: Served) -> bool:
 
 def _end(placed: Served, drafts: DraftModel, rounds: EngineRounds) -> int | None:
     """The context from which on an EAGLE-3 head loses at its acceptance there; None if it always wins."""
-    workload, shape = placed.options.plan.workload, placed.options.shape
+    workload = placed.options.plan.workload
 
     def wins(context: int) -> bool:
         accepted = _head_acceptance(at_context(workload, context, Drafter(DrafterKind.HEAD, 1)))
         target = replace(rounds.target, context=float(context))
         here = replace(rounds, target=target, drafts=replace(drafts, accepted=accepted))
-        drafted, plain = (here.tpot_s(workload.rank_batch, gamma) for gamma in (drafts.gamma, 0))
-        return bool(drafted < plain)
+        return bool(here.tpot_s(workload.rank_batch, drafts.gamma) < here.tpot_s(workload.rank_batch, 0))
 
-    return last_win(wins, last_context(workload, shape))
+    return last_win(wins, last_context(workload, placed.options.shape))
 
 
 def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:

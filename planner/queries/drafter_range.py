@@ -59,13 +59,12 @@ def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Mach
         *other, drafted = estimate_kinds(here, shape, machine, model, [*without, speculation.round_kind]).tpot_s
         return bool(drafted < min(other))
 
-    end = last_win(wins, last)
     at = [at_context(workload, context, speculation.drafter) for context in _sampled(last)]
     decays = len({each.acceptance_length for each in at}) > 1
     known = {round(proposal_acceptance(speculation.drafter.kind, each).best, 3) for each in at}
     assumed = "if it decays as EAGLE-3 was published to" if decays else "at the same acceptance" * (len(known) == 1)
     against = "self-drafts alone" if speculation.drafter.cascades else "plain decoding"
-    return DrafterRange(end, last, against, assumed)
+    return DrafterRange(last_win(wins, last), last, against, assumed)
 
 
 def last_context(workload: Workload, shape: ModelShape) -> int:

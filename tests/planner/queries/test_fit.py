@@ -47,7 +47,7 @@ def test_it_agrees_with_recommend(batch):
     with pytest.raises(planner.NothingFits, match=f"context up to {row.context} with batch {batch}"):
         recommend(row.context + 1, batch=batch)
     assert recommend(8192, batch=rows.batch)
-    with pytest.raises(planner.NothingFits, match=f"batch up to {rows.batch} with context 8192"):
+    with pytest.raises(planner.NothingFits, match=f"batch up to {rows.batch} with context 8k"):
         recommend(8192, batch=rows.batch + 1)
 
 
