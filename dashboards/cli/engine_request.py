@@ -94,6 +94,8 @@ class EngineRequest:
                        "--quality": self.quality}  # fmt: skip
             if stray := [name for name, value in options.items() if value is not None]:
                 raise click.UsageError(f"{' and '.join(stray)} cannot be given with a PLAN; allowed: with a MODEL")
+            if self.model and self.model.lower().endswith(".gguf"):
+                load_shape(self.model)  # raises for a file that is missing or damaged
             if not self.any_model:
                 require_planned_model(self.saved, self.model, ", or any with --any-model")
         _ = self.rates

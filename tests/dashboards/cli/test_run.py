@@ -71,7 +71,7 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
             ("--prompt", "a", "--prompt-file", "b"),
             "--prompt and --prompt-file cannot be combined; allowed: one of them",
         ),
-        (("--prompt", "a", "--model", "missing.gguf"), "no model at 'missing.gguf'"),
+        (("--prompt", "a", "--model", "missing.gguf"), "cannot read missing.gguf: No such file or directory"),
         (("--prompt", ""), "--prompt is empty; allowed: at least one character"),
         (("--prompt", "caf\udce9"), r"the argument 'caf\udce9' is not UTF-8; allowed: arguments in UTF-8"),
         (("--prompt", "a", "--model", ""), "--model is empty; allowed: a safetensors folder, a .gguf file or a hub id"),
