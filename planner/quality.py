@@ -19,12 +19,7 @@ from typing import Any
 from ridgeplan.planner.acceptance.rows import DTYPES, saved_or_empty, variant_name
 from ridgeplan.planner.engines.formats import ENGINES, FIDELITY_SOURCE, ServingEngine
 from ridgeplan.roofline.catalog import validation as check
-from ridgeplan.roofline.catalog.files import (
-    fields_of_schema,
-    json_or,
-    naming_file,
-    read_document,
-)
+from ridgeplan.roofline.catalog.files import fields_of_schema, json_or, naming_file, read_document
 from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.catalog.validation import Checked, brief, build
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Plan, PlanError

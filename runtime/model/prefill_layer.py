@@ -394,12 +394,7 @@ class Softmax:
 
 
 def attend_in_place(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    window: int | None,
-    tokens: int,
-    softmax: Softmax | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, window: int | None, tokens: int, softmax: Softmax | None = None
 ) -> None:
     """`causal_attention` of queries [padded, q_heads, head_dim]; the output overwrites the first `tokens`.
 
