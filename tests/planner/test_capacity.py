@@ -73,7 +73,7 @@ def test_the_largest_context_and_batch_are_named(name):
     context = int(re.search(r"context up to (\d+) with batch 2", message).group(1))
     assert peak_bytes(resized(resized_plan, context=context), SHAPE, GPU) <= GPU.memory_bytes
     assert peak_bytes(resized(resized_plan, context=context + 1), SHAPE, GPU) > GPU.memory_bytes
-    batch = re.search(r"batch up to (\d+) with context 131072", message)
+    batch = re.search(r"batch (\d+) with context 128k", message)
     single_sequence = resized(resized_plan, batch=1)
     assert (batch is None) == (peak_bytes(single_sequence, SHAPE, GPU) > GPU.memory_bytes)
     assert batch is None or batch.group(1) == "1"
