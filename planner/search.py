@@ -196,10 +196,9 @@ def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan
     """Drafts that read all tokens or, if none were evicted, what a policy selects."""
     for speculation in _self_drafts(codes):
         missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
-        if missing_codes or (speculation.sparse and plain.eviction.active):
+        is_target = not (speculation.sparse or weights.draft_differs) and codes is DraftCodes.FULL
+        if missing_codes or is_target or (speculation.sparse and plain.eviction.active):
             continue
-        if not speculation.sparse and codes is DraftCodes.FULL and not weights.draft_differs:
-            continue  # the draft would be the target itself
         yield replace(plain, weights=weights, speculation=speculation)
 
 
