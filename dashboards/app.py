@@ -28,7 +28,7 @@ STYLE = """<style>
 .stMainBlockContainer { padding-top: 3.5rem; padding-bottom: 2rem; }
 .st-key-tiles > * { flex: 1 1 7.5rem; }
 .st-key-tiles [data-testid="stMetricValue"] { font-size: 1.6rem; }
-[data-testid="stTable"] td * { max-width: none; }
+[data-testid="stTableStyledTable"] td * { max-width: none !important; }
 @media (hover: none) { .modebar { display: none; } }
 @media (max-width: 640px) {
   [data-testid="stDataFrame"]::after { content: "Swipe the table for more columns."; opacity: 0.6; font-size: 0.8rem; }
