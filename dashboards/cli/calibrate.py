@@ -54,7 +54,8 @@ def calibrate(
 
     Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4; --quick
     takes the quieter half of the readings instead, if these differ by at most half, and widens the bands. On a CPU, all
-    kernel classes are read again after the others, as other programs may slow all readings of a class alike.
+    kernel classes are read again after the others, as other programs may slow all readings of a class alike, and scaled
+    so that whole rounds of a model take what was measured.
 
     With --engine, the decode steps of vLLM (in this process) or of any running OpenAI-compatible server are measured in
     minutes: their profile is what `plan`, `cost`, `compare`, `sweep`, `fit` and `export` then use for that engine.
