@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from ridgeplan.planner.prediction import Prediction, predict
+from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Profile, Rates
 from ridgeplan.roofline.latency import STEPPED_PARTS
@@ -99,9 +99,13 @@ def _seconds(predictions: Sequence[Prediction]) -> np.ndarray:
 
 
 def _predicted(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> list[Prediction]:
-    predictions = []
-    for sample in rounds:
-        shape = shapes[sample.model]
-        workload = Workload(shape.name, profile.hardware.name, sample.context, sample.tokens, sample.batch)
-        predictions.append(predict(preset(sample.preset, workload), shape, profile))
-    return predictions
+    """Of each round; those of one model in one evaluation."""
+    predictions: dict[RoundSample, Prediction] = {}
+    for index, shape in enumerate(shapes):
+        of_shape = [sample for sample in rounds if sample.model == index]
+        plans = [
+            preset(each.preset, Workload(shape.name, profile.hardware.name, each.context, each.tokens, each.batch))
+            for each in of_shape
+        ]
+        predictions |= zip(of_shape, predict_all(plans, shape, profile), strict=True)
+    return [predictions[sample] for sample in rounds]
