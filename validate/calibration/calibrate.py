@@ -82,7 +82,11 @@ def calibrate(
     rounds = measured_rounds(dispatched, suite.gap_shapes, place)
     scales = fitted_scales(dispatched, suite.gap_shapes, rounds) if rounds and not cuda else {}
     if slowed := [kind for kind, scale in scales.items() if scale < SLOWED]:
-        repeated = _measured(bench, suite, hardware.num_sms, on_progress, noise, slowed)
+
+        def on_repeated(kind: str, *_: int) -> None:
+            on_progress(f"{kind}, again", read, read + 1)
+
+        repeated = _measured(bench, suite, hardware.num_sms, on_repeated, noise, slowed)
         samples |= {kind: list(map(faster, samples[kind], of_kind)) for kind, of_kind in repeated.items()}
         _, classes = _fitted_classes(hardware, (bandwidth, compute), samples, suite, noise)
         dispatched = with_dispatch(
