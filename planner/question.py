@@ -316,6 +316,11 @@ class Question:
         if self.engine is None and self.profile.transferred_from:
             yield from instruction_bound_notes(self.profile)
             yield f"{hardware.name} is not calibrated: utilizations are those of {self.profile.transferred_from}"
+        elif self.engine is None and self.profile.disturbed:
+            yield (
+                f"other programs disturbed the calibration of {self.profile.date}: its bands are wide, and "
+                "`ridgeplan calibrate --quick` measures the machine again"
+            )
 
     def limit_notes(self) -> Iterator[str]:
         """That the memory limit is more than may be used anyway."""

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from ridgeplan.validate.comparison import Comparison
     from ridgeplan.validate.validation import PlanRun, PlanRuns
 
-NEXT = f"""
-Next:
-  ridgeplan chat {EMBEDDED_MODEL}   talk with this model
+CALIBRATE = (
+    "  ridgeplan calibrate --quick                            measure this machine once other programs have ended\n"
+)
+NEXT = f"""\
+  ridgeplan chat {EMBEDDED_MODEL:<39} talk with this model
   ridgeplan plan MODEL --gpu auto --ctx 8k -o plan.json  plan your own: a hub id, a folder or a GGUF file
   ridgeplan plan MODEL --gpu auto --ctx 8k --all         every plan, its band, and why it lost
   ridgeplan dashboard                                    what if, as a page"""
@@ -49,8 +51,8 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
       ridgeplan demo --context 4k --new-tokens 128
       ridgeplan demo --json
     """
-    source, calibrated = embedded_or(None), user_profile_path().exists()
-    profile = saved_or_quick_profile()
+    source = embedded_or(None)
+    profile, measured_now = saved_or_quick_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
         how_much = f"`ridgeplan plan {EMBEDDED_MODEL} --gpu auto --ctx {context} --all` shows how much"
@@ -59,9 +61,9 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     results = execute(plans, source, profile)
     titled = list(zip(plans.values(), results.runs, strict=True))
     note = misfit_note(results.runs[0].comparison, profile)
-    if note and not calibrated:
+    if dropped := bool(note) and measured_now:
         user_profile_path().unlink(missing_ok=True)
-        note += "; what this demo calibrated is not kept"
+        note = f"{note}; what this demo calibrated is not kept"
     if as_json:
         runs = [run_dict(title, run) for title, run in titled]
         print_json({"recommendation": recommendation.to_dict(), "runs": runs, "in_turns": results.in_turns})
@@ -74,16 +76,15 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     note_order(results.in_turns)
     if note:
         echo(wrapped(f"note: {note}"))
-    echo(NEXT)
+    echo(f"\nNext:\n{CALIBRATE if dropped else ''}{NEXT}")
 
 
-def saved_or_quick_profile() -> Profile:
-    """This machine's saved profile, or its GPU's in the catalog. Without either it is measured now, with a note of the
-    noisy kernel classes."""
+def saved_or_quick_profile() -> tuple[Profile, bool]:
+    """This machine's saved profile, or its GPU's in the catalog, and whether it was measured now, without either."""
     try:
-        return this_machine()
+        return this_machine(), False
     except NotCalibrated:
-        return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0]
+        return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0], True
 
 
 def time_bars(compared: Iterable[tuple[str, Comparison]]) -> Iterator[tuple[str, str, float, str]]:

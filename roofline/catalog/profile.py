@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ridgeplan.roofline.catalog import validation as check
@@ -55,6 +56,7 @@ ROUTED_S, ROUTER_S = 15e-6, 7e-6
 # How much the band widens, in relative time, for rates of another class or machine. A prior.
 TRANSFER_SPREAD = 0.2
 MAX_SPREAD = 10.0
+DISTURBED_SPREAD = 0.4  # an undisturbed CPU's classes have one of 0.1 at the median
 MIN_UTILIZATION = 1e-9
 MAX_PART_S = 1.0  # of a launch, an output or a step of a chain
 MAX_UTILIZATION = 4.0  # above 1 where a cache serves part of the bytes
@@ -152,6 +154,11 @@ class Profile(Checked):
     source: str = check.one_of(SOURCES, default="calibrated")
     transferred_from: str = check.text("")
     acceptance: tuple[Mapping[str, Any], ...] = check.tables()
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs made half of the calibrated classes' bands wider than DISTURBED_SPREAD."""
+        return bool(self.classes) and median(each.spread for each in self.classes.values()) > DISTURBED_SPREAD
 
     def rates(self, kind: str) -> Rates:
         """Rates of a kernel class, or of its nearest relative that has any. Raises ProfileError if none has."""

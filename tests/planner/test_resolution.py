@@ -4,11 +4,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from ridgeplan.planner import recommend
 from ridgeplan.planner.acceptance import AcceptanceRow, rows_json
 from ridgeplan.planner.resolution import longest_context, resolve, within_context, workload_for
 from ridgeplan.roofline.catalog.files import NoHomeFolder
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import ProfileError, shipped_profiles
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError, shipped_profiles
 from ridgeplan.roofline.plan.plan import PlanError, Workload
 
 QWEN = load_shape("Qwen2.5-0.5B")  # 32768 positions
@@ -113,3 +114,12 @@ def test_auto_is_the_given_the_calibrated_or_the_detected_machine(h200_profile, 
     (tmp_path / "ridgeplan").mkdir()
     (tmp_path / "ridgeplan" / "profile.json").write_text(profile.to_json())
     assert resolve(QWEN, "auto")[1] == profile
+
+
+def test_an_answer_by_a_disturbed_calibration_says_so(h200_profile: Profile) -> None:
+    wide = {kind: replace(rates, spread=0.6) for kind, rates in h200_profile.classes.items()}
+    disturbed = replace(h200_profile, classes=wide)
+    assert (disturbed.disturbed, h200_profile.disturbed) == (True, False)
+    for profile in (disturbed, h200_profile):
+        answer = recommend("meta-llama/Llama-3.1-8B", "h200", "8k", profile=profile)
+        assert any("disturbed the calibration" in note for note in answer.notes) == profile.disturbed

@@ -80,7 +80,7 @@ def calibrate(
     on_progress("whole rounds", read, read + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     rounds = measured_rounds(dispatched, suite.gap_shapes, place)
-    scales = fitted_scales(dispatched, suite.gap_shapes, rounds) if rounds and not cuda else {}
+    scales = {} if cuda else fitted_scales(dispatched, suite.gap_shapes, rounds)
     if slowed := [kind for kind, scale in scales.items() if scale < SLOWED]:
 
         def on_repeated(kind: str, *_: int) -> None:
@@ -94,7 +94,7 @@ def calibrate(
         )
     if keep is not None:
         keep(Samples.of(profile.device, profile.date, ceilings, samples).with_rounds(rounds))
-    return with_rounds(dispatched, suite.gap_shapes, rounds) if cuda or slowed else with_scales(dispatched, scales)
+    return with_rounds(dispatched, suite.gap_shapes, rounds)
 
 
 @torch.inference_mode()
@@ -109,7 +109,7 @@ def recalibrate(
     """Measures the classes `kinds` of `base`, this machine's profile, again.
 
     "portable" stands for the classes of older GPUs, "link" for those of the link to the host, "dispatch" for the host's
-    times to launch. What is fitted to whole rounds stays as it is.
+    times to launch. What is fitted to whole rounds stays as it is; a CPU's classes are scaled by them again.
     Raises CalibrationError for another machine's profile and for an unknown class, and NoisyMachine where readings do
     not agree.
     """
@@ -136,7 +136,10 @@ def recalibrate(
     )
     if DISPATCH in kinds:
         profile = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
-    return _with_link(bench, profile) if LINK in kinds and place.type == "cuda" else profile
+    if place.type == "cuda":
+        return _with_link(bench, profile) if LINK in kinds else profile
+    scales = fitted_scales(profile, suite.gap_shapes, measured_rounds(profile, suite.gap_shapes, place))
+    return with_scales(profile, {kind: scale for kind, scale in scales.items() if kind in kinds})
 
 
 def merge_recalibrated(saved: Profile, base: Profile, measured: Profile) -> Profile:
@@ -159,8 +162,8 @@ def merge_recalibrated(saved: Profile, base: Profile, measured: Profile) -> Prof
 def refit(base: Profile, path: Path, suite: Suite | None = None) -> Profile:
     """Fits `base` again to the samples that an earlier full calibration of the same machine left in a file.
 
-    This changes the rates of the classes whose time grows in steps, and the gaps of rounds. Everything else stays as it
-    is. suite: by default the full one of the machine.
+    This changes the rates of the classes whose time grows in steps, and the gaps of rounds; on a CPU those of all
+    classes, as rounds scale them. Everything else stays as it is. suite: by default the full one of the machine.
     Raises SamplesError for a file that is missing, damaged or of another machine.
     """
     samples = Samples.read(path)
@@ -169,8 +172,11 @@ def refit(base: Profile, path: Path, suite: Suite | None = None) -> Profile:
         raise SamplesError(f"the samples are of {samples.device}, the profile is of {base.device}; allowed: the same")
     hardware, reached = base.hardware, (samples.matmul_utilization, samples.read_utilization)
     ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, *reached, hardware.num_sms)
-    stepped = {kind: of_kind for kind, of_kind in samples.by_kind().items() if suite.steps_of(kind) is not None}
-    fitted = {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in stepped.items()}
+    fitted = {
+        kind: _fitted(kind, of_kind, ceilings, suite)
+        for kind, of_kind in samples.by_kind().items()
+        if suite.steps_of(kind) is not None or not base.asynchronous
+    }
     profile = replace(base, classes={**base.classes, **fitted}, date=max(base.date, samples.date))
     return with_rounds(profile, suite.gap_shapes, samples.rounds)
 

@@ -26,7 +26,7 @@ from ridgeplan.validate.calibration.noise import QUICK_AGREEMENT
 
 STIFFNESS = 0.3  # weight of a scale's distance from 1 beside the error of a measured part, both as logarithms
 SLOWED = 0.5  # scale below which a class's readings were slowed: no call takes half as long in a round
-LARGEST = math.log(50.0)  # logarithm of the largest scale; the smallest is its inverse
+LARGEST = 50.0  # scale; the smallest is its inverse
 
 
 def with_fitted_scales(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:
@@ -40,6 +40,8 @@ def fitted_scales(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequen
     Least squares of the logarithms of draft steps, target steps and prompts. Scales are drawn to 1, so the classes that
     take most of the time change most. Classes that no round runs are not among them.
     """
+    if not rounds:
+        return {}
     predictions = _predicted(profile, shapes, rounds)
     kinds = sorted({op.kind for predicted in predictions for op in predicted.breakdown} - {"gap"})
     measured_s = np.array([(sample.draft_s, sample.target_s, sample.prefill_s) for sample in rounds])
@@ -50,7 +52,8 @@ def fitted_scales(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequen
         predicted_s = _seconds(_predicted(with_scales(profile, scales), shapes, rounds))
         return np.concatenate([np.log(predicted_s[timed] / measured_s[timed]), STIFFNESS * logarithms])
 
-    fit = least_squares(distances, np.zeros(len(kinds)), bounds=(-LARGEST, LARGEST), xtol=1e-3, ftol=1e-3)
+    limit = math.log(LARGEST)
+    fit = least_squares(distances, np.zeros(len(kinds)), bounds=(-limit, limit), xtol=1e-3, ftol=1e-3)
     return {kind: math.exp(logarithm) for kind, logarithm in zip(kinds, fit.x, strict=True)}
 
 

@@ -187,11 +187,11 @@ def test_demo_calibrates_only_once_and_notes_noise(
     measured_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo.saved_or_quick_profile() == measured_profile
+    assert demo.saved_or_quick_profile() == (measured_profile, True)
     assert "kernel classes differ by up to 25%" in capsys.readouterr().err
     assert load_profile(tmp_path / "ridgeplan" / "profile.json") == measured_profile
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
-    assert demo.saved_or_quick_profile() == measured_profile
+    assert demo.saved_or_quick_profile() == (measured_profile, False)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -207,6 +207,7 @@ def test_demo_drops_a_calibration_of_its_own_that_plain_decoding_refutes(
     shown = " ".join(invoke("demo", "--context", 160, "--new-tokens", 6).stdout.split())
     assert "note: plain decoding took 9x the time" in shown
     assert ("what this demo calibrated is not kept" in shown) == (not known)
+    assert ("Next: ridgeplan calibrate --quick" in shown) == (not known)
     assert user_profile_path().exists() == known
 
 
@@ -215,7 +216,8 @@ def test_demo_takes_the_profile_of_a_gpu_in_the_catalog(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h100-sxm")
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
-    assert demo.saved_or_quick_profile().hardware.name == "h100-sxm"
+    profile, measured_now = demo.saved_or_quick_profile()
+    assert (profile.hardware.name, measured_now) == ("h100-sxm", False)
 
 
 def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
