@@ -27,12 +27,9 @@ def by_purpose(memory_bytes: Mapping[str, float]) -> dict[str, np.ndarray]:
 
 
 def memory_over_context(
-    contexts: Sequence[int],
-    memory: MemoryBreakdown,
-    capacity_bytes: float,
-    context: int,
+    contexts: Sequence[int], memory: MemoryBreakdown, capacity_bytes: float, context: int,
     staircase: Sequence[OffloadStep] = (),
-) -> go.Figure:
+) -> go.Figure:  # fmt: skip
     """GB by purpose, stacked over the context, against the available memory.
 
     memory: each figure [contexts]. `staircase` adds the layers that must be on the host, on an axis of its own.

@@ -204,7 +204,12 @@ def _show_serve_command(answer: Answer) -> None:
     )  # fmt: skip
     exported = export(options)
     st.code(exported.command.shell(), language="bash", wrap_lines=True)
-    st.dataframe([vars(axis) for axis in exported.carried], key="carried", hide_index=True)
+    times, backend = exported.times, answer.recommendation.backend
+    speed = f"{time_text(times.tpot_ms)} per token ({times.source})" if times else f"none, as {exported.unpredicted}"
+    st.markdown(escaped(f"Predicted for this command: {speed}. All times above are of the backend {backend}."))
+    rows = [{"part of the plan": axis.axis, "in the plan": axis.plan, f"in {exported.engine}": axis.engine,
+             "computes the same": "yes" if axis.exact else "no"} for axis in exported.carried]  # fmt: skip
+    st.dataframe(rows, key="carried", hide_index=True)
     for rule in exported.rules:
         st.caption(escaped(rule.says))
 

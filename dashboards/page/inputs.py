@@ -27,7 +27,7 @@ from ridgeplan.roofline.plan.plan import MAX_BATCH, Workload
 from ridgeplan.roofline.plan.support import Backend
 
 IN_URL = "query-params"
-DEFAULT_MODEL, DEFAULT_GPU, DEFAULT_CONTEXT = "meta-llama/Llama-3.1-8B", "h200", "120000"
+DEFAULT_MODEL, DEFAULT_GPU, DEFAULT_CONTEXT = "meta-llama/Llama-3.1-8B", "h200", "120k"
 THIS_MACHINE = "auto"
 MODEL_HELP = "Choose one, or type a config.json, a GGUF file, or a hub id."
 GPU_HELP = (
@@ -158,23 +158,22 @@ PARSED: dict[str, Callable[[str], Any]] = {
 
 
 def quantity(label: str, key: str, default: str, steps: Sequence[int], parse: Callable[[str], int]) -> str:
-    """A text such as `128k`, and a slider that writes the same text."""
+    """A text such as `128k`, and a slider that stands where the text does and writes the same text."""
     text = st.text_input(label, default, key=key, bind=IN_URL, help="A number such as 120000, 128k or 1M.")
-    st.session_state[f"{key}_slider"] = _nearest(text, steps, parse)
+    st.session_state[f"{key}_slider"] = meant = _meant(text, steps, parse)
     st.select_slider(
-        label, steps, key=f"{key}_slider", format_func=tokens_text, label_visibility="collapsed",
+        label, sorted({*steps, meant}), key=f"{key}_slider", format_func=tokens_text, label_visibility="collapsed",
         on_change=lambda: st.session_state.update({key: tokens_text(st.session_state[f"{key}_slider"])}),
     )  # fmt: skip
     return text
 
 
-def _nearest(text: str, steps: Sequence[int], parse: Callable[[str], int]) -> int:
-    """The slider's step next to what the text means; the first one where it means nothing."""
+def _meant(text: str, steps: Sequence[int], parse: Callable[[str], int]) -> int:
+    """What the text means, of which the slider has a step; its first step where the text means nothing."""
     try:
-        value = min(max(parse(text), 1), MAX_BATCH * steps[-1])
+        return min(max(parse(text), 1), MAX_BATCH * steps[-1])
     except PlanError:
         return steps[0]
-    return min(steps, key=lambda step: max(step / value, value / step))
 
 
 def change(changes: dict[str, Any]) -> None:

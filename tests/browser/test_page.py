@@ -56,7 +56,7 @@ def test_from_a_slider_over_a_card_to_a_plan(server: Any, context: Any, tmp_path
     first = verdict(page)
     slider = page.locator(".st-key-context_slider input[type=range]")
     slider.focus()
-    slider.press("ArrowLeft")  # from 128k, which is next to 120000, to 96k
+    slider.press("ArrowLeft")  # from 120k to 96k
     page.wait_for_url(re.compile("context=96k"))
     settled(page)
     assert verdict(page) != first

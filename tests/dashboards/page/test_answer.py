@@ -49,7 +49,7 @@ def charts_of(page: AppTest) -> int:
 
 def test_one_sentence_names_the_plan_its_speed_and_how_sure_that_is(page: AppTest) -> None:
     page.run()
-    expected = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000)
+    expected = planner.recommend("meta-llama/Llama-3.1-8B", "h200", "120k")
     sentence = re.fullmatch(r"### Llama-3.1-8B on h200: ([\d.]+) ms per token, ([\d.]+)x as fast as plain decoding, in "
                          r"[\d.]+ GB of 136 GB\.", verdict(page))  # fmt: skip
     assert sentence
@@ -59,7 +59,7 @@ def test_one_sentence_names_the_plan_its_speed_and_how_sure_that_is(page: AppTes
     assert how.startswith(
         f"Recommended: {plain_words(expected.plan)} ({expected.name}). Faster than plain decoding with "
     )
-    assert "meta-llama/Llama-3.1-8B on h200, 120000 tokens of context, batch 1" in shown(page)
+    assert "meta-llama/Llama-3.1-8B on h200, 120k tokens of context, batch 1" in shown(page)
     assert [metric.label for metric in page.metric] == TILES
     assert not page.error
     assert charts_of(page) == 2  # memory, and the first tab's map
@@ -77,11 +77,21 @@ def test_where_nothing_is_surely_faster_plain_decoding_is_the_verdict(page: AppT
 
 
 def test_without_a_probability_the_plan_is_still_named() -> None:
-    answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120000)
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", "120k")
     assert "Faster than plain decoding with over 99% probability." in plan_sentence(answer)
     unknown = plan_sentence(replace(answer, predicted=replace(answer.predicted, beats_plain=None)))
     assert unknown.startswith("Recommended: ") and answer.name in unknown
     assert "plain decoding" not in unknown
+
+
+def test_vllm_s_command_has_vllm_s_time_beside_the_runtime_s(page: AppTest) -> None:
+    page.session_state["vllm"] = True
+    page.run()
+    assert re.search(r"Predicted for this command: [\d.]+ ms per token", shown(page))
+    assert "All times above are of the backend ridgeplan." in shown(page)
+    carried = page.dataframe[0].value
+    assert [*carried] == ["part of the plan", "in the plan", "in vLLM", "computes the same"]
+    assert {*carried["computes the same"]} <= {"yes", "no"}
 
 
 def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
@@ -90,7 +100,7 @@ def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None
     assert not page.table
     page.session_state["why"] = True
     page.run()
-    answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000)
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", "120k")
     why = page.table[0].value.iloc[:, 0]
     assert [sentence(what) for what, _ in reasons(answer)] == list(why.index)
     assert answer.best_estimated and answer.best_estimated.preset in why["Fastest estimated"].replace("\\", "")
@@ -140,7 +150,7 @@ def test_the_plan_can_be_downloaded(page: AppTest, monkeypatch: pytest.MonkeyPat
     offered = downloads(monkeypatch)
     page.run()
     [(_, text, name, mime)] = offered
-    assert read_plan(text).plan == planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000).plan
+    assert read_plan(text).plan == planner.recommend("meta-llama/Llama-3.1-8B", "h200", "120k").plan
     assert (name, mime) == ("plan.json", "application/json")
 
 
@@ -256,7 +266,7 @@ def test_all_mistakes_are_shown_at_once_in_the_main_area(page: AppTest) -> None:
 def test_the_price_of_tokens_follows_the_price_of_an_hour(page: AppTest) -> None:
     page.run()
     dollars = float(page.metric[5].value.strip("$"))
-    per_s = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000).predicted.best.tokens_per_s
+    per_s = planner.recommend("meta-llama/Llama-3.1-8B", "h200", "120k").predicted.best.tokens_per_s
     assert dollars == pytest.approx(2.5e6 / 3600 / per_s, abs=0.005)
     page.number_input(key="price").set_value(5.0).run()
     assert float(page.metric[5].value.strip("$")) == pytest.approx(2 * dollars, abs=0.02)

@@ -46,7 +46,7 @@ def test_a_url_asks_its_question() -> None:
 def test_values_of_a_url_that_are_not_allowed_are_ignored() -> None:
     page = opened(quality="<script>", memory_utilization="7")
     assert not page.error
-    assert command_line(page) == f"ridgeplan plan {MODEL} --gpu h200 --ctx 120000"
+    assert command_line(page) == f"ridgeplan plan {MODEL} --gpu h200 --ctx 122880"
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("128k", 131_072), ("65_536", 65_536), ("32,768", 32_768)])
@@ -54,9 +54,12 @@ def test_a_context_is_read_as_people_write_it(text: str, tokens: int) -> None:
     assert f"--ctx {tokens}" in command_line(opened(context=text))
 
 
-def test_a_slider_stands_next_to_its_text_and_writes_it() -> None:
+def test_a_slider_stands_where_its_text_does_and_writes_it() -> None:
+    page = opened()
+    assert page.text_input(key="context").value == "120k"
+    assert page.select_slider(key="context_slider").value == 122_880
     page = opened(context="100000")
-    assert page.select_slider(key="context_slider").value == 98_304  # 96k is nearer than 128k
+    assert page.select_slider(key="context_slider").value == 100_000
     page.select_slider(key="context_slider").set_value(65_536).run()
     assert page.text_input(key="context").value == "64k"
     assert "--ctx 65536" in command_line(page)
@@ -89,7 +92,7 @@ def test_every_card_leads_to_an_answer(url: dict[str, str]) -> None:
 
 def test_cards_are_the_planner_s_fixes() -> None:
     with pytest.raises(NothingFits) as caught:
-        planner.recommend(MODEL, "h200", 120_000, memory_limit="10GB")
+        planner.recommend(MODEL, "h200", "120k", memory_limit="10GB")
     page = opened(memory_limit="10GB")
     shown = [str(element.value).replace("\\", "") for element in page.markdown]
     assert [sentence(fix.text) for fix in caught.value.fixes] == shown[-len(caught.value.fixes) :]
