@@ -187,11 +187,11 @@ def _family_keys(config: Config) -> tuple[_Keys, Family]:
 def _global_heads(config: Config) -> Fields:
     """Sizes of heads in layers of full attention where these have others, as transformers 5 saves them, by layer.
 
-    Raises ValueError for sizes that differ otherwise.
+    An empty table says that they have the same. Raises ValueError for sizes that differ otherwise.
     """
     overrides = _object(config, "per_layer_config")
     if not overrides:
-        return {}
+        return {"global_head_dim": config.get("head_dim")} if "per_layer_config" in config else {}
     kinds = _list(config, "layer_types")
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
     named = {str(layer).lstrip("0") or "0" for layer in overrides}  # with zeros ahead from 10 layers on

@@ -378,6 +378,8 @@ def test_gemma_4_as_transformers_saves_it(tmp_path: Path, layers: int) -> None:
     keys = {"model_type": "gemma4_text", "num_hidden_layers": layers, "layer_types": kinds, "head_dim": 16}
     shape = load_shape(str(write_config(tmp_path, **keys, per_layer_config=full)))
     assert [group.attention.head_dim for group in shape.layer_groups if group.attention] == [16, 64]
+    same = load_shape(str(write_config(tmp_path, **keys, per_layer_config={})))  # as saved where all layers are alike
+    assert [group.attention.head_dim for group in same.layer_groups if group.attention] == [16, 16]
     with pytest.raises(
         BadModelFile, match="per_layer_config must hold the same sizes for all layers of full attention"
     ):
