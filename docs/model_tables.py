@@ -82,7 +82,9 @@ def described_models() -> str:
     for shape in list_models():
         if not shape.groups:
             continue
-        kv_bytes = sum(2 * count * attention.cached_elements for attention, count in shape.attentions)
+        kv_bytes = sum(
+            count * (2 * attention.cached_elements + attention.index_key_bytes) for attention, count in shape.attentions
+        )
         state_bytes = sum(count * state.elements * state.bytes_per_element for state, count in shape.states)
         rows.append((
             shape.name, f"{shape.parameters / GIGA:.4g}", f"{shape.active_parameters / GIGA:.3g}",
@@ -99,7 +101,8 @@ def described_models() -> str:
     return table(headers, rows)
 
 
-EXPERTS, DENSE, SKEW, GAMMAS, BATCHES = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", 1.0, range(1, 8), (1, 2, 4, 8)
+EXPERTS, DENSE, SKEW, GAMMAS = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", 1.0, range(1, 8)
+CONTEXTS, BATCHES = (4096, 32768), (1, 2, 4, 8, 16, 32)
 
 
 def measured_models(name: str) -> str:
@@ -162,7 +165,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def experts_and_drafts() -> str:
-    """Experts that verifications hit, and the best gamma of `quantspec` at 32k tokens on an H200, by batch."""
+    """Experts that verifications hit, and the best gamma of `quantspec` on an H200, by context and batch."""
     (routed, profile), (dense, _) = resolve(EXPERTS, "h200"), resolve(DENSE, "h200")
     skewed = replace(routed, routing_skew=SKEW)
     rows = []
@@ -174,21 +177,21 @@ def experts_and_drafts() -> str:
             )
             for shape in (routed, skewed)
         ]
-        rows.append((str(batch), *hit, *(_best_gamma(shape, profile, batch) for shape in (routed, skewed, dense))))
-    headers = (
-        "batch",
-        "experts hit by 0 / 1 / 3 drafts, uniform",
-        "skewed",
-        "best gamma, uniform",
-        "skewed",
-        DENSE.partition("/")[2],
-    )
+        best = [
+            _best_gamma(shape, profile, context, batch) for context in CONTEXTS for shape in (routed, skewed, dense)
+        ]
+        rows.append((str(batch), *hit, *best))
+    dense_name = DENSE.partition("/")[2]
+    gammas = [
+        f"{context // 1024}k: {name}" for context in CONTEXTS for name in ("best gamma, uniform", "skewed", dense_name)
+    ]
+    headers = ("batch", "experts hit by 0 / 1 / 3 drafts, uniform", "skewed", *gammas)
     return table(headers, rows)
 
 
-def _best_gamma(shape: ModelShape, profile: Profile, batch: int) -> str:
+def _best_gamma(shape: ModelShape, profile: Profile, context: int, batch: int) -> str:
     """The gamma of the fewest milliseconds per token, and its speed against plain decoding."""
-    workload = Workload(shape.name, "h200", 32768, new_tokens=1024, batch=batch)
+    workload = Workload(shape.name, "h200", context, new_tokens=1024, batch=batch)
     plain, drafting = preset("autoregressive", workload), preset("quantspec", workload)
     plans = [replace(drafting, speculation=replace(drafting.speculation, gamma=gamma)) for gamma in GAMMAS]
     plain_ms, *times_ms = (each.best.tpot_ms for each in predict_all([plain, *plans], shape, profile))
