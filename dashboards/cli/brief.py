@@ -13,6 +13,7 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, write_page
 from ridgeplan.dashboards.cli.plan import degree_table
 from ridgeplan.dashboards.cli.run_inputs import PlanOrModel
+from ridgeplan.planner.extras import require_package
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.roofline.catalog.parallel import SINGLE
@@ -53,6 +54,8 @@ def brief(
       ridgeplan brief Qwen3-8B --gpu rtx4090 --ctx 32k -o qwen.png
       ridgeplan brief plan.json
     """
+    if output.suffix == ".png":
+        require_package("kaleido")  # before the search, which takes seconds
     model: Any = given
     if isinstance(given, SavedPlan):
         model = given.shape or given.plan.workload.model

@@ -1,6 +1,7 @@
 """For engineers: roof shares, a round's trace, a brief as one file, and timings from elsewhere."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,16 @@ def test_a_brief_as_png_is_a_picture_or_names_what_is_allowed(
     drawn: dict[Path, Any] = {}
     command, path = ("brief", LLAMA, "--gpu", "h200", "--ctx", "8k", "-o"), tmp_path / "slide.png"
     with monkeypatch.context() as patch:
+        patch.setattr("ridgeplan.dashboards.cli.brief.require_package", str)
         patch.setattr("ridgeplan.dashboards.figures.paper_figure.write_pngs", drawn.update)
         assert invoke(*command, path).exit_code == 0
     assert [trace.type for trace in drawn[path].data][-1] == "table"
     assert "ms per token" in drawn[path].layout.title.text
     assert not path.exists()
-    monkeypatch.setattr("ridgeplan.dashboards.figures.paper_figure.can_draw", lambda: False)
-    assert "PNG files need kaleido" in refuses(*command, path)
+    monkeypatch.setitem(sys.modules, "kaleido", None)  # not installed
+    monkeypatch.setattr("ridgeplan.planner.recommend", lambda *args, **options: pytest.fail("planned first"))
+    refusal = refuses(*command, path)
+    assert "needs kaleido, which is not installed; allowed: after pip install 'ridgeplan[png]" in refusal
 
 
 def test_a_plan_for_several_gpus_shows_its_degrees_and_is_explained(invoke: Any, tmp_path: Path) -> None:
