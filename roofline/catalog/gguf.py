@@ -82,8 +82,8 @@ class GGUFHeader:
 def read_gguf_header(path: Path) -> GGUFHeader:
     """The header of a little-endian GGUF file, version 2 or 3.
 
-    Raises OSError, or ValueError (one line, without the path) if the file is damaged. Every count and length is
-    checked against the remaining bytes before it is used, so damage is found at once.
+    Raises OSError, or ValueError (one line, without the path) if the file is damaged. Before they are used, every count
+    is checked against the largest header, and every length against the remaining bytes.
     """
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for whoever writes to it
@@ -95,8 +95,9 @@ def read_gguf_header(path: Path) -> GGUFHeader:
             try:
                 return _header(_Cursor(data))
             except (struct.error, OverflowError):  # positions past the end, and beyond 64 bits
-                limit = f"{MAX_HEADER_BYTES >> 20} MiB"
-                raise ValueError(f"the file ends within its header, or the header is larger than {limit}") from None
+                large = f"its header is damaged, or larger than {MAX_HEADER_BYTES >> 20} MiB"
+                early = f"the file ends within its header, after {len(data)} bytes; download it again"
+                raise ValueError(early if len(data) < MAX_HEADER_BYTES else large) from None
 
 
 class _Cursor:
@@ -120,8 +121,8 @@ class _Cursor:
         return int(self.scalar(code))
 
     def count(self, item_bytes: int, limit_items: int = MAX_HEADER_BYTES) -> int:
-        """A count of items of at least `item_bytes` each. Raises ValueError if the file cannot hold that many."""
-        number, limit = self.whole(), min(self.left // item_bytes, limit_items)
+        """A count of items of at least `item_bytes` each. Raises ValueError if no header may hold that many."""
+        number, limit = self.whole(), min((MAX_HEADER_BYTES - self.at) // item_bytes, limit_items)
         if number > limit:
             raise ValueError(f"it announces {number} items in its header; allowed here: up to {limit}")
         return number
@@ -159,7 +160,7 @@ def _header(cursor: _Cursor) -> GGUFHeader:
             metadata[key] = value
     tensors, types, end = _tensors(cursor, tensor_count)
     if (whole := cursor.at + end) > len(cursor.data):
-        raise ValueError(f"it is truncated: it has {len(cursor.data)} bytes of {whole} or more; get it again")
+        raise ValueError(f"it is truncated: it has {len(cursor.data)} bytes of {whole} or more; download it again")
     return GGUFHeader(metadata, tensors, types)
 
 

@@ -91,19 +91,19 @@ def test_counts_that_the_file_cannot_hold_are_not_followed(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize(
-    ("content", "room"),
+    ("content", "items"),
     [
-        (lambda count: start(0, count), 30 * 13),
-        (lambda count: start(count, 0), 30 * 24 - 8),  # the number of values, 8 bytes, still follows
-        (lambda count: start(0, 1) + value("words", ARRAY, array(STRING, count, b"")), 30 * 8),
+        (lambda count: start(0, count), b"".join(value(str(index), UINT8, b"1") for index in range(30))),
+        (lambda count: start(count, 0), b"".join(tensor(str(index)) for index in range(30)) + b"1"),
+        (lambda count: start(0, 1) + value("words", ARRAY, array(STRING, count, b"")), bytes(30 * 8)),
     ],
     ids=["values", "tensors", "strings"],
 )
-def test_a_count_is_refused_from_the_first_that_does_not_fit(tmp_path: Path, content, room: int) -> None:
-    """Room for thirty of the shortest items, in zeros."""
-    size = len(content(0)) + room
-    assert "announces" not in problem(written(tmp_path / "thirty.gguf", content(30), size=size))
-    assert problem(written(tmp_path / "more.gguf", content(31), size=size)).startswith("it announces 31 items")
+def test_a_file_that_ends_before_its_items_is_to_be_downloaded_again(tmp_path: Path, content, items: bytes) -> None:
+    assert problem(written(tmp_path / "thirty.gguf", content(30) + items)) == ""
+    more = content(31) + items
+    early = f"the file ends within its header, after {len(more)} bytes; download it again"
+    assert problem(written(tmp_path / "more.gguf", more)) == early
 
 
 def problem(path: Path) -> str:
@@ -130,7 +130,7 @@ def test_headers_are_limited_to_64_mib(tmp_path: Path) -> None:
     fitting = 2**26 - len(head) - 12
     assert problem(written(tmp_path / "x.gguf", head + array(UINT8, fitting, b""), size=size)) == ""
     longer = written(tmp_path / "x.gguf", head + array(UINT8, fitting + 1, b""), size=size)
-    assert "the header is larger than 64 MiB" in problem(longer)
+    assert problem(longer) == "its header is damaged, or larger than 64 MiB"
     words = written(tmp_path / "x.gguf", head + array(STRING, fitting // 8 + 1, b""), size=size)
     assert problem(words) == f"it announces {fitting // 8 + 1} items in its header; allowed here: up to {fitting // 8}"
 
@@ -139,7 +139,7 @@ def test_tensors_may_lie_behind_64_mib(tmp_path: Path) -> None:
     head = start(2, 0) + tensor("first", 2**20) + tensor("last", 8, offset=2**27, kind=0)
     whole = len(head) + 2**27 + 8 * 4  # of float32
     assert problem(written(tmp_path / "x.gguf", head, size=whole)) == ""
-    cut = f"it is truncated: it has {whole - 1} bytes of {whole} or more; get it again"
+    cut = f"it is truncated: it has {whole - 1} bytes of {whole} or more; download it again"
     assert problem(written(tmp_path / "x.gguf", head, size=whole - 1)) == cut
 
 
