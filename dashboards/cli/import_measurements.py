@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_table
 from ridgeplan.dashboards.files import FileProblem, locked, require_lockable
-from ridgeplan.roofline.catalog.files import read_document
+from ridgeplan.roofline.catalog.files import existing_path, read_document
 from ridgeplan.roofline.catalog.profile import load_profile, save_profile, user_profile_path
 from ridgeplan.roofline.catalog.validation import build
 from ridgeplan.roofline.latency import KERNEL_CLASSES
@@ -40,9 +40,12 @@ def import_measurements(path: Path, profile: str | None, output: Path | None) ->
       ridgeplan import-measurements kernels.csv --profile h100.json --output h100-corrected.json
       ridgeplan import-measurements attention.csv --output machine.json
     """
-    target = output or user_profile_path()
+    saved = user_profile_path()
+    target = output or saved
     require_lockable(target)
-    base = load_profile(profile or user_profile_path())
+    if profile is None and not existing_path(str(saved)):
+        raise click.UsageError("this machine is not calibrated; run `ridgeplan calibrate` first, or give --profile")
+    base = load_profile(profile or saved)
     from ridgeplan.validate.calibration.fit import KernelSample, Samples
     from ridgeplan.validate.calibration.imported import corrected
 
@@ -50,12 +53,12 @@ def import_measurements(path: Path, profile: str | None, output: Path | None) ->
     corrected_profile = corrected(base, Samples(base.device, base.date, 1.0, 1.0, rows))
     with locked(target):
         save_profile(corrected_profile, target)
-    changed = [kind for kind, rates in corrected_profile.classes.items() if rates != base.classes.get(kind)]
+    changed = [item for item in corrected_profile.classes.items() if item not in base.classes.items()]
     print_table(
         f"Corrected classes of {base.device}",
         ("class", "bandwidth", "compute", "launch us", "spread of the fit", ""),
         ((kind, f"{rates.bandwidth_utilization:.0%}", f"{rates.compute_utilization:.0%}", f"{1e6 * rates.launch_s:.3g}",
-          f"{rates.spread:.0%}", "") for kind, rates in corrected_profile.classes.items() if kind in changed),
+          f"{rates.spread:.0%}", "") for kind, rates in changed),
     )  # fmt: skip
     echo(f"saved to {target}")
 
@@ -81,5 +84,5 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
             values = {name: float(value) for name, value in line.items() if value}
         except (TypeError, ValueError) as error:
             raise FileProblem(f"line {number} of {str(path)!r}: {str(error)[:80]}; allowed: numbers") from error
-        values = {"rows": 1.0, "width": 0.0, "depth": 0.0} | values
-        yield f"line {number} of {str(path)!r}: ", {"kind": kind, **values, "rows": int(values["rows"])}
+        shape = {"width": 0.0, "depth": 0.0, "rows": int(values.pop("rows", 1))}
+        yield f"line {number} of {str(path)!r}: ", {"kind": kind, **shape, **values}

@@ -149,6 +149,13 @@ def test_timings_of_4_bit_products_are_of_those_by_integers_too(
     assert corrected["linear_int4"].source == "measured" and "linear_int4_integer" not in corrected
 
 
+def test_timings_need_a_calibration(refuses: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(HEAD + "linear,1e-5,0,1e6,0\nlinear,1e-4,0,1e7,0")
+    words = "this machine is not calibrated; run `ridgeplan calibrate` first, or give --profile"
+    assert words in refuses("import-measurements", rows)
+
+
 def test_two_timings_are_explained_by_the_likelier_limit(invoke: Any, profile: Profile, profile_path: Path) -> None:
     """Bytes and FLOPs grow alike, so that either explains the time: of attention the bytes, of a prefill the FLOPs."""
     rows, output = profile_path.with_name("rows.csv"), profile_path.with_name("corrected.json")
