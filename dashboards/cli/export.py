@@ -122,7 +122,8 @@ def _times(exported: Exported) -> str:
         return exported.unpredicted
     band = f"{number(times.low_ms)} to {number(times.high_ms)}"
     plain = f", without drafts {number(times.plain_ms)} ms" if times.tpot_ms != times.plain_ms else ""
-    return f"{number(times.tpot_ms)} ms per token ({band}){plain} [{times.source}]"
+    steps = f", from steps {times.measured}" if times.measured else ""
+    return f"{number(times.tpot_ms)} ms per token ({band}){plain} [{times.source}]{steps}"
 
 
 def _axis(carried: Carried) -> list[str]:

@@ -83,13 +83,18 @@ UNPREDICTED_DRAFTS = "the time of such drafts is not known, so times are not pre
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """Predicted milliseconds per output token, with a band that holds 90%, and those of the engine's plain decoding."""
+    """Predicted milliseconds per output token, with a band that holds 90%, and those of the engine's plain decoding.
+
+    measured: the engine's version, the machine and the date of the steps that its rates are fitted to, in words; ""
+    where they are of this package's kernels.
+    """
 
     low_ms: float
     tpot_ms: float
     high_ms: float
     plain_ms: float
     source: str
+    measured: str = ""
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,7 @@ def _times(running: Served) -> tuple[EngineTimes | None, str]:
     times = _banded(running, [running.kv, drafts.kv], tpot_s, plain_s)
     source = max(times.source, accepted.source, key=SOURCES.index)
     low_ms, high_ms = times.low_ms * fast_s / tpot_s, times.high_ms * slow_s / tpot_s
-    return EngineTimes(low_ms, times.tpot_ms, high_ms, times.plain_ms, source), ""
+    return replace(times, low_ms=low_ms, high_ms=high_ms, source=source), ""
 
 
 def _banded(running: Served, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
@@ -230,5 +235,5 @@ def _banded(running: Served, kvs: Sequence[str], tpot_s: float, plain_s: float) 
     source, spread = max(certainties, key=lambda certainty: certainty[1])
     if drafts is not None:
         source, spread = certainty_of_drafts(source, spread, drafts.method in drafting.LOOKUPS)
-    factor = 1 + BAND * spread
-    return EngineTimes(1e3 * tpot_s / factor, 1e3 * tpot_s, 1e3 * tpot_s * factor, 1e3 * plain_s, source)
+    factor, tpot_ms, measured = 1 + BAND * spread, 1e3 * tpot_s, options.speed.measured.source
+    return EngineTimes(tpot_ms / factor, tpot_ms, tpot_ms * factor, 1e3 * plain_s, source, measured)

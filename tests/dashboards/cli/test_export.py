@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ridgeplan.planner import preset, resolve, workload_for
+from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.export import schema_for
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -32,6 +33,16 @@ def test_the_printed_command_is_what_the_engine_takes(invoke: Any, saved: Path, 
     assert schema_for(engine).parse(words[words.index(LLAMA) + 1 :])
     prose = [line for line in text.splitlines() if line not in command.splitlines()]
     assert max(map(len, prose)) <= 110
+
+
+def test_times_name_the_version_that_was_measured(invoke: Any, saved: Path) -> None:
+    """Another one than the exported command is for; with the plugin, the kernels are this package's."""
+    exported, with_plugin = (invoke("export", saved, "--to", "vllm", *more).stdout for more in ((), ("--plugin",)))
+    measured = shipped_measurements().version
+    heading = exported.partition("\n\n")[0]
+    assert f"from steps measured with vLLM {measured}" in " ".join(heading.split())
+    assert f"vLLM {measured}:" not in heading
+    assert "from steps" not in with_plugin
 
 
 def test_json_and_yaml_hold_the_same(invoke: Any, saved: Path, tmp_path: Path) -> None:
