@@ -117,10 +117,10 @@ def tokens_text(number: int) -> str:
 
 
 def time_text(milliseconds: float) -> str:
-    """Three digits of milliseconds below 1 s, of seconds from there on."""
-    if milliseconds >= 999.5:
-        return f"{three_digits(milliseconds / 1e3)} s"
-    return f"{three_digits(milliseconds)} ms"
+    """Three digits of milliseconds below 1 s, of seconds below 1000 s, of minutes below 100 minutes, else of hours."""
+    limits = ((999.5, 1.0, "ms"), (999_500.0, 1e3, "s"), (5_997_000.0, 6e4, "min"))
+    size_ms, unit = next(((size, unit) for limit, size, unit in limits if milliseconds < limit), (3.6e6, "h"))
+    return f"{three_digits(milliseconds / size_ms)} {unit}"
 
 
 def size_text(number: float) -> str:

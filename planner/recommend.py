@@ -355,9 +355,8 @@ def _best_estimated(
     if not better:
         return None
     best, question = min(better, key=lambda pair: pair[0].score)
-    predicted = predictions.get(best)
-    if predicted is None:  # a plan of the checkpoint's own weights is not among the alternatives
-        (predicted,) = predict_question([best.plan], question)
+    # A plan of the checkpoint's own weights is not among the alternatives.
+    predicted = predictions.get(best) or predict_question([best.plan], question)[0]
     predicted = _with_speedup(predicted, baseline, question)
     return Alternative(best.name, best.plan, predicted, best.rejection(question) or "")
 
@@ -386,16 +385,16 @@ def _alternatives(
 
 def _why_it_lost(loser: Candidate, winner: Candidate, predicted: Prediction, question: Question) -> str:
     ratio, memory = loser.score / winner.score, question.options.objective is Objective.MEMORY
-    times = f"{ratio:.2f}x the recommended plan's {'memory' if memory else 'time'}"
+    factor = "within 1% of" if f"{ratio:.2f}" == "1.00" else f"{ratio:.2f}x"
+    times = f"{factor} the recommended plan's {'memory' if memory else 'time'}"
     preferred = preference(winner.plan) < preference(loser.plan)
-    slow = predicted.speedup < MIN_OFFLOADED_SPEEDUP
-    if ratio < 1 and loser.host_bytes and not winner.host_bytes and slow:
+    if ratio < 1 and loser.host_bytes and not winner.host_bytes and predicted.speedup < MIN_OFFLOADED_SPEEDUP:
         return f"offloaded, and below {MIN_OFFLOADED_SPEEDUP}x plain decoding: {times}"
     if ratio < 1 and not preferred:
         return f"measurably slower than the fastest plan: {times}"
     if ratio <= 1 and preferred:
         return f"within the noise: {times}, and the recommended plan is {why_preferred(winner.plan, loser.plan)}"
-    slower = "larger" if memory else "slower"
+    slower = "equal" if ratio == 1 else "larger" if memory else "slower"
     if unmeasured_spread(loser.plan, question) > unmeasured_spread(winner.plan, question):
         slower = "not measured, and slower at the slow end of its band"
     return f"{slower}: {times}"

@@ -33,7 +33,7 @@ class Request:
         require_whole("max_new_tokens", self.max_new_tokens, 1, None)
         if not self.prompts:
             raise WorkloadError("no prompt was given; allowed: one or more")
-        for index, prompt in enumerate(self.prompts):
+        for index, prompt in enumerate(self.prompts, 1):
             if not prompt:
                 raise WorkloadError(f"prompt {index} is empty; allowed: one token or more")
 
@@ -46,7 +46,7 @@ class Request:
         """Raises WorkloadError for values that the plan's workload or the vocabulary does not allow."""
         _require_most("the batch", len(self.prompts), workload.batch)
         _require_most("max_new_tokens", self.max_new_tokens, workload.new_tokens)
-        for index, prompt in enumerate(self.prompts):
+        for index, prompt in enumerate(self.prompts, 1):
             _require_most(f"the length of prompt {index}", len(prompt), workload.context)
             for token in prompt:
                 require_whole(f"a token of prompt {index}", token, 0, vocab - 1)
@@ -100,7 +100,7 @@ def _prompts(prompts: Prompts) -> tuple[tuple[int, ...], ...]:
         return ()
     several = isinstance(prompts[0], (Sequence, Tensor))
     nested: Any = [row.tolist() if isinstance(row, Tensor) else row for row in prompts] if several else [prompts]
-    for index, prompt in enumerate(nested):
+    for index, prompt in enumerate(nested, 1):
         _require_tokens(f"prompt {index} is", prompt)
     return tuple(map(tuple, nested))
 

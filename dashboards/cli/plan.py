@@ -158,10 +158,9 @@ def _caveat(recommendation: Recommendation) -> str:
 def _rows(recommendation: Recommendation) -> list[tuple[str, ...]]:
     """The recommended plan, the fastest estimated one if that is another, and the next plans of the ranking."""
     verdict = SHORT_VERDICTS.get(recommendation.verdict, recommendation.verdict)
-    rows = [_row(recommendation.name, recommendation.predicted, verdict)]
-    return rows + [
-        _row(plan.preset, plan.predicted, _short_verdict(plan)) for plan in _others(recommendation)[: ROWS - 1]
-    ]
+    shown = _others(recommendation)[: ROWS - 1]
+    others = [_row(other.preset, other.predicted, _short_verdict(other)) for other in shown]
+    return [_row(recommendation.name, recommendation.predicted, verdict), *others]
 
 
 def _others(recommendation: Recommendation) -> list[Alternative]:

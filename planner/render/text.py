@@ -172,7 +172,7 @@ def explain(word: str) -> str:
     except PlanError:
         near = get_close_matches(term, [*known, *PRESETS], n=3)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
-    raise PlanError(f"unknown term {brief(word)}.{hint} Allowed: a preset, or one of {', '.join(terms())}")
+    raise PlanError(f"unknown term {brief(word)}.{hint} Allowed: a .json plan, a preset or {', '.join(terms())}")
 
 
 def explain_plan(name: str) -> str:

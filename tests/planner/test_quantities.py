@@ -113,9 +113,13 @@ def test_what_is_no_quantity_is_refused(parse: Callable[[Any], Any], text: Any, 
 
 @pytest.mark.parametrize(
     ("milliseconds", "text"),
-    [(0.0123, "0.0123 ms"), (4.154, "4.15 ms"), (999.4, "999 ms"), (9123.4, "9.12 s"), (13_250, "13.2 s")],
-)
-def test_times_are_milliseconds_below_a_second(milliseconds: float, text: str) -> None:
+    [
+        (0.0123, "0.0123 ms"), (4.154, "4.15 ms"), (999.4, "999 ms"), (9123.4, "9.12 s"), (13_250, "13.2 s"),
+        (999_400, "999 s"), (999_600, "16.7 min"), (5_996_000, "99.9 min"), (5_998_000, "1.67 h"),
+        (11_471_000, "3.19 h"), (1e11, "27,778 h"),
+    ],
+)  # fmt: skip
+def test_times_have_the_unit_of_their_size(milliseconds: float, text: str) -> None:
     assert time_text(milliseconds) == text
 
 

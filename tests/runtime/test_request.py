@@ -61,5 +61,5 @@ def test_tokens_are_those_of_the_vocabulary():
     workload = Workload("m", "h200", 8, new_tokens=4)
     Request.build([0, 9], 4, None).check(workload, vocab=10)
     for token in (-1, 10):
-        with pytest.raises(WorkloadError, match=f"a token of prompt 0 is {token}"):
+        with pytest.raises(WorkloadError, match=f"a token of prompt 1 is {token}"):
             Request.build([0, token], 4, None).check(workload, vocab=10)

@@ -99,6 +99,7 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "1", "--ttft-max", "2"), "'2' is not a time"),
         (("fit", LLAMA, "--ctx", "8k,16k"), "without a GPU, fit needs one --ctx"),
         (("explain", "gama"), "unknown term 'gama'. Did you mean gamma"),
+        (("explain", "foo"), "Allowed: a .json plan, a preset or"),
         (("explain", "missing.json"), "cannot read plan 'missing.json'"),
         (("completion", "cmd"), "'cmd' is not one of 'bash', 'zsh', 'fish'"),
     ],
