@@ -10,19 +10,9 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from ridgeplan.dashboards.charts import results
 from ridgeplan.dashboards.charts.capacity import capacity_map
 from ridgeplan.dashboards.charts.plans import BRIEF_PLANS, alternatives
-from ridgeplan.dashboards.charts.results import (
-    attentions,
-    choices,
-    errors,
-    hover,
-    offsets,
-    recalls,
-    regrets,
-    scatter,
-    similarities,
-)
 from ridgeplan.dashboards.charts.rounds import waterfall
 from ridgeplan.dashboards.charts.style import titled
 from ridgeplan.dashboards.charts.traffic import LATENCIES, front_figure, latency_figure
@@ -178,16 +168,16 @@ def _target(limits: Mapping[str, float | None]) -> str:
 def _rows(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
-    scatters = (figure_html(scatter(alike, unit)) for unit, alike in grouped(rows, "unit").items())
+    scatters = (figure_html(results.scatter(alike, unit)) for unit, alike in grouped(rows, "unit").items())
     worst = sorted(rows, key=lambda row: -abs(row["relative_error"]))[:WORST]
     cells = (
         (row["kind"], f"{row['predicted']:.4g}", f"{row['measured']:.4g}", row["unit"],
-         f"{row['relative_error']:+.1%}", hover(row)) for row in worst
+         f"{row['relative_error']:+.1%}", results.hover(row)) for row in worst
     )  # fmt: skip
     columns = ("", "predicted", "measured", "", "error", "case")
     return [
         "<h2>Predicted over measured</h2>", *scatters,
-        "<h2>Errors by kind</h2>", figure_html(errors(rows)),
+        "<h2>Errors by kind</h2>", figure_html(results.errors(rows)),
         "<h2>Largest errors</h2>", table(columns, cells),
     ]  # fmt: skip
 
@@ -201,7 +191,7 @@ def _regret(rows: Sequence[Row]) -> list[str]:
         for row in rows
     )  # fmt: skip
     columns = ("workload", "recommended", "ms", "best measured", "ms", "regret", "measured", "left out")
-    return ["<h2>Regret of the recommended plans</h2>", figure_html(regrets(rows)), table(columns, cells)]
+    return ["<h2>Regret of the recommended plans</h2>", figure_html(results.regrets(rows)), table(columns, cells)]
 
 
 def _notes(report: Mapping[str, Any]) -> list[str]:
@@ -299,7 +289,7 @@ FIGURES = {
 
 def dapq_study_page(document: Mapping[str, Any]) -> str:
     """The HTML of the study's JSON: its plots."""
-    plots = (similarities, offsets, recalls, attentions, choices)
+    plots = (results.similarities, results.offsets, results.recalls, results.attentions, results.choices)
     return html_page("DapQ", (figure_html(draw(document["figures"])) for draw in plots))
 
 

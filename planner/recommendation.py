@@ -62,7 +62,8 @@ class Recommendation(Table):
     that adapts to what drafts are accepted; None where it drafts nothing or more memory does not fit. model_runs:
     whether the runtime executes the model at all; if not, every plan is only estimated. backend: what is to execute
     the plan. fits_device: whether any plan fits the device alone; on_device: where none does, what would. degrees:
-    of several GPUs, the chosen ones first.
+    of several GPUs, the chosen ones first. given: what to call the plan where the user gave it; empty where it was
+    searched.
     """
 
     shape: ModelShape
@@ -83,6 +84,7 @@ class Recommendation(Table):
     fits_device: bool = True
     on_device: tuple[Fix, ...] = ()
     degrees: tuple[DegreeChoice, ...] = ()
+    given: str = ""
 
     chart = Bars("tpot_ms", "ms per token", "tpot_low_ms", "tpot_high_ms")
     names = ("plan", "gamma")
@@ -147,6 +149,8 @@ class Recommendation(Table):
     @property
     def verdict(self) -> str:
         """What kind of answer the plan is; one that needs the host, is slow or does not run is not recommended."""
+        if self.given:
+            return self.given
         if self.warning:
             return "fits, but is slow" if self.fits_device else "fits only with offloading"
         return "recommended" if self.model_runs else "best estimate"

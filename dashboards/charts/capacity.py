@@ -7,19 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import (
-    EDGE,
-    GREY,
-    HEAT,
-    RED,
-    ROUND,
-    SKY,
-    bar_above,
-    below,
-    faded,
-    styled,
-    token_ticks,
-)
+from ridgeplan.dashboards.charts import style
 from ridgeplan.planner.quantities import size_text, three_digits, time_text, tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 
@@ -50,18 +38,19 @@ def capacity_map(
             end = _end_of_line(x, y, cost, level, plan_map)
             if end:
                 _label(figure, f"${level:g} per million tokens", *end)
-    limits = ((tpot_ms, tpot_limit_ms, RED, "per token"), (ttft_ms, ttft_limit_ms, SKY, "to the first token"))
+    of_tpot = tpot_ms, tpot_limit_ms, style.RED, "per token"
+    limits = of_tpot, (ttft_ms, ttft_limit_ms, style.SKY, "to the first token")
     for values, limit, color, name in limits:
         if limit:
             figure.add_traces(_contour(f"{time_text(limit)} {name}", x, y, values, limit, color, plan_map))
     if min(workload) > 0:
         figure.add_scatter(name="your question", x=[np.log2(workload[0])], y=[np.log2(workload[1])], mode="markers",
                            hoverinfo="skip",
-                           marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}}
+                           marker={"symbol": "circle-open", "size": 16, "color": style.RED, "line": {"width": 3}}
                            )  # fmt: skip
     _axes(figure, plan_map, x, y)
-    # Room below for the title, which a narrow margin pushes over the ticks.
-    return styled(figure, height=520, top=70, barmode="overlay", legend=below(-0.2)).update_layout(margin_b=80)
+    styled = style.styled(figure, height=520, top=70, barmode="overlay", legend=style.below(-0.2))
+    return styled.update_layout(margin_b=80)  # room for the title, which a narrow margin pushes over the ticks
 
 
 def dollars_per_million(plan_map: PlanMap, dollars_per_hour: float) -> np.ndarray:
@@ -82,12 +71,12 @@ def no_fit_runs(plan_map: PlanMap, x: np.ndarray) -> Iterator[tuple[float, float
 def _heat(plan_map: PlanMap, x: np.ndarray, y: np.ndarray) -> go.Heatmap:
     tpot_ms = np.where(plan_map.fits, 1e3 * plan_map.tpot_s, np.nan)
     lowest, highest = (np.nanmin(tpot_ms), np.nanmax(tpot_ms)) if plan_map.fits.any() else (1.0, 10.0)
-    rounded = ROUND[::3] if highest > 1000 * lowest else ROUND  # only powers of ten, where they are enough
+    rounded = style.ROUND[::3] if highest > 1000 * lowest else style.ROUND  # only powers of ten, where they are enough
     ticks = [tick for tick in rounded if lowest <= tick <= highest] or [lowest]
     return go.Heatmap(
-        x=x, y=y, z=np.log10(tpot_ms).T, colorscale=HEAT, reversescale=True, text=_hover(plan_map), hoverongaps=False,
-        hovertemplate="%{text}<extra></extra>",
-        colorbar=bar_above("ms per token")
+        x=x, y=y, z=np.log10(tpot_ms).T, colorscale=style.HEAT, reversescale=True, text=_hover(plan_map),
+        hoverongaps=False, hovertemplate="%{text}<extra></extra>",
+        colorbar=style.bar_above("ms per token")
         | {"tickvals": np.log10(ticks), "ticktext": list(map(three_digits, ticks))},
     )  # fmt: skip
 
@@ -110,8 +99,8 @@ def _hatched(base: float, length: float, y: float, width: float) -> go.Bar:
     """Cells at which nothing fits."""
     return go.Bar(
         x=[length], base=[base], y=[y], width=[width], orientation="h", showlegend=False,
-        marker={"color": faded(GREY, 0.15), "line": {"width": 0},
-                "pattern": {"shape": "/", "fgcolor": GREY, "size": 8, "solidity": 0.15}},
+        marker={"color": style.faded(style.GREY, 0.15), "line": {"width": 0},
+                "pattern": {"shape": "/", "fgcolor": style.GREY, "size": 8, "solidity": 0.15}},
         hovertemplate="nothing fits<extra></extra>",
     )  # fmt: skip
 
@@ -122,7 +111,7 @@ def _contour(
     """The line along which a figure has one value, where plans fit, on a dark edge. A nameless one has no legend."""
     z = np.where(plan_map.fits, values, np.nan).T
     at_level = {"type": "constraint", "operation": "=", "value": level}
-    edge = go.Contour(x=x, y=y, z=z, contours=at_level, line={"color": EDGE, "width": 6}, hoverinfo="skip",
+    edge = go.Contour(x=x, y=y, z=z, contours=at_level, line={"color": style.EDGE, "width": 6}, hoverinfo="skip",
                       showlegend=False)  # fmt: skip
     line = go.Contour(name=name, x=x, y=y, z=z, contours=at_level, line={"color": color, "width": 2.5},
                       hoverinfo="skip", showlegend=bool(name))  # fmt: skip
@@ -149,14 +138,14 @@ def _end_of_line(
 
 def _label(figure: go.Figure, text: str, x: float, y: float) -> None:
     figure.add_annotation(
-        x=x, y=y, text=text, showarrow=False, xanchor="left", yanchor="bottom", bgcolor=EDGE,
+        x=x, y=y, text=text, showarrow=False, xanchor="left", yanchor="bottom", bgcolor=style.EDGE,
         font={"color": "white", "size": 11},
     )  # fmt: skip
 
 
 def _levels(cost: np.ndarray) -> list[float]:
     """A few round prices within the map's costs."""
-    inside = [price for price in ROUND if cost.size and 1.1 * cost.min() < price < cost.max() / 1.1]
+    inside = [price for price in style.ROUND if cost.size and 1.1 * cost.min() < price < cost.max() / 1.1]
     return inside[:: max(1, -(-len(inside) // MAX_PRICES))]
 
 
@@ -165,7 +154,7 @@ def _spacing(values: np.ndarray) -> float:
 
 
 def _axes(figure: go.Figure, plan_map: PlanMap, x: np.ndarray, y: np.ndarray) -> None:
-    ticks, texts = token_ticks(plan_map.contexts)
+    ticks, texts = style.token_ticks(plan_map.contexts)
     wide, high = _spacing(x) / 2, _spacing(y) / 2
     figure.update_xaxes(title={"text": "context (tokens)", "standoff": 44}, range=[x[0] - wide, x[-1] + wide])
     figure.update_xaxes(tickvals=np.log2(ticks), ticktext=texts, showgrid=False)

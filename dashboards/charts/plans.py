@@ -18,7 +18,8 @@ from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence, v
 from ridgeplan.roofline.plan.presets import short_name
 
 VERDICT_COLORS = {
-    "recommended": style.BLUE, "within the noise": style.GREEN, "slower": style.GREY, "larger": style.GREY,
+    "recommended": style.BLUE, "plan of the file": "#222222", "within the noise": style.GREEN,
+    "slower": style.GREY, "larger": style.GREY,
     "quality": style.GOLD, "does not fit": style.RED, "estimated only": style.PURPLE, "not calibrated": style.PURPLE,
     "not measured": style.SKY, "offloaded": style.ORANGE, "fits": style.ORANGE,
 }  # fmt: skip

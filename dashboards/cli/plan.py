@@ -220,7 +220,8 @@ def plan(
 
     def plan_text() -> str:
         chosen = recommendation.adaptive if adaptive and recommendation.adaptive else recommendation.plan
-        return plan_json(chosen, *planner.resolve(model, gpu, options.profile, options.acceptance))
+        shape, profile = planner.resolve(model, gpu, options.profile, options.acceptance)
+        return plan_json(chosen, shape, profile, recommendation.backend)
 
     write_plan(output, recommendation, plan_text)
     if as_json:

@@ -178,7 +178,7 @@ def _show_memory(answer: Answer) -> None:
 
 def _show_actions(answer: Answer) -> None:
     recommendation, question = answer.recommendation, answer.question
-    plan_file = plan_json(recommendation.plan, question.shape, question.profile)
+    plan_file = plan_json(recommendation.plan, question.shape, question.profile, recommendation.backend)
     st.markdown("**The same in a terminal**")
     st.code(answer.page.command(), language="bash", wrap_lines=True)
     st.download_button("Download the plan", plan_file, "plan.json", "application/json", type="primary",

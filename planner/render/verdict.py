@@ -31,7 +31,7 @@ def verdict(recommendation: Recommendation) -> str:
 
 def headline(recommendation: Recommendation) -> str:
     """What kind of answer the plan is."""
-    if recommendation.warning:
+    if recommendation.warning or recommendation.given:
         return recommendation.verdict
     if recommendation.backend != "ridgeplan":
         engine = ENGINES.get(recommendation.backend)

@@ -13,6 +13,7 @@ from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, Rates, profile_for, shipped_profiles
+from ridgeplan.roofline.plan.support import Backend
 
 LLAMA = load_shape("meta-llama/Llama-3.1-8B")
 OWN_SHAPE = replace(LLAMA, name="my-model", layers=20)
@@ -35,6 +36,18 @@ def test_what_the_catalogs_know_is_not_repeated() -> None:
     assert "specs" not in json.loads(text)
     assert read_plan(text).plan == Plan.from_json(text)
     assert read_plan(text).resolve() == (LLAMA, profile)
+
+
+def test_a_file_names_the_engine_that_its_plan_was_chosen_for() -> None:
+    _, profile = resolve(LLAMA, "h200")
+    plan = preset("int8", workload_for(LLAMA, profile, 8192, 256, 2, yarn=False))
+    text = plan_json(plan, LLAMA, profile, Backend.VLLM)
+    assert read_plan(text).backend is Backend.VLLM and read_plan(text).to_json() == text
+    assert read_plan(plan_json(plan, LLAMA, profile)).backend is Backend.RIDGEPLAN
+    for wrong in ("tgi", 3, ["vllm"]):
+        document = json.loads(text) | {"specs": {"backend": wrong}}
+        with pytest.raises(PlanError, match=r"specs: backend is .*; allowed: any, ridgeplan, vllm"):
+            read_plan(json.dumps(document))
 
 
 @pytest.mark.parametrize("shape", [LLAMA, OWN_SHAPE], ids=lambda shape: shape.name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, save_profile
 from ridgeplan.roofline.plan.presets import short_name
@@ -71,11 +72,43 @@ def test_a_brief_of_a_plan_asks_the_plan_s_question(invoke: Any, refuses: Any, t
     answer = invoke("plan", *question, "-o", plan).stdout
     result = invoke("brief", plan, "-o", page)
     assert result.exit_code == 0, result.stderr
-    assert " on h100-sxm, 9216 tokens, batch 2: " in result.stdout and "another plan" not in result.stdout
+    assert " on h100-sxm, 9216 tokens, batch 2: " in result.stdout and "note: " not in result.stdout
     assert short_name(result.stdout.partition(" for ")[0]) in answer
     assert " on h200, 9216 tokens" in invoke("brief", plan, "--gpu", "h200", "-o", page).stdout
-    assert "note: the file holds another plan: " in invoke("brief", plan, "--quality", "exact", "-o", page).stdout
     assert "'.pdf'; allowed: .html, .png" in refuses("brief", plan, "-o", tmp_path / "brief.pdf")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        (("plan", "--backend", "vllm"), (), "For vLLM: "),
+        (("estimate", "--preset", "int8"), (), "Plan of the file: the KV cache in 8 bits (int8)."),
+        (("plan", "--quality", "4-bit"), ("--quality", "exact"), "Plan of the file (quality: "),
+        (("estimate", "--preset", "int8"), ("--backend", "vllm"), "Plan of the file: the KV cache in 8 bits (int8)."),
+    ],
+)
+def test_a_brief_of_a_plan_is_about_this_plan_and_its_engine(
+    invoke: Any, tmp_path: Path, source: tuple[str, ...], options: tuple[str, ...], says: str
+) -> None:
+    plan, page = tmp_path / "plan.json", tmp_path / "brief.html"
+    verb, *rest = source
+    assert invoke(verb, LLAMA, "--gpu", "h200", "--ctx", "32k", *rest, "-o", plan).exit_code == 0
+    result = invoke("brief", plan, *options, "-o", page)
+    assert result.exit_code == 0, result.stderr
+    engine = ("--backend", "vllm") if "vllm" in (*source, *options) else ()
+    expected = json.loads(invoke("explain", plan, *engine, "--json").stdout)["predicted"]["tpot_ms"]
+    text = page.read_text()
+    assert f" {time_text(expected)} per token" in text.partition("</h1>")[0] and f"<p>{says}" in text
+    searched = says.startswith("For ")
+    assert ("note: recommended: " in result.stdout and "<td>recommended: " in text) is not searched
+
+
+def test_a_brief_of_a_plan_that_the_engine_lacks_is_refused(invoke: Any, refuses: Any, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    options = ("--preset", "quantspec", "--gpu", "h200", "--ctx", "32k", "-o", plan)
+    assert invoke("estimate", LLAMA, *options).exit_code == 0
+    refusal = refuses("brief", plan, "--backend", "vllm", "-o", tmp_path / "brief.html")
+    assert "quantspec: vllm has no " in refusal and not (tmp_path / "brief.html").exists()
 
 
 def test_a_brief_as_png_is_a_picture_or_names_what_is_allowed(
