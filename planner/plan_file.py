@@ -71,6 +71,7 @@ class SavedPlan:
 def plan_json(plan: Plan, shape: ModelShape, profile: Profile, backend: Backend = Backend.RIDGEPLAN) -> str:
     """The file of a plan for this model, machine and backend. Measured acceptance is the user's, not a plan's."""
     bare = replace(profile, acceptance=())
+    shape = getattr(shape, "whole", shape)  # the plan has the degrees
     saved_shape = None if shape in list_models() else shape
     saved_profile = None if _by_name(plan.workload.hardware) == bare else bare
     return SavedPlan(plan, saved_shape, saved_profile, backend).to_json()

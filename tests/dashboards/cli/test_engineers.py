@@ -83,6 +83,7 @@ def test_a_brief_of_a_plan_asks_the_plan_s_question(invoke: Any, refuses: Any, t
     [
         (("plan", "--backend", "vllm"), (), "For vLLM: "),
         (("estimate", "--preset", "int8"), (), "Plan of the file: the KV cache in 8 bits (int8)."),
+        (("estimate", "--preset", "int8", "--tp", "2"), (), "Plan of the file: the KV cache in 8 bits (int8)."),
         (("plan", "--quality", "4-bit"), ("--quality", "exact"), "Plan of the file (quality: "),
         (("estimate", "--preset", "int8"), ("--backend", "vllm"), "Plan of the file: the KV cache in 8 bits (int8)."),
     ],
@@ -95,7 +96,7 @@ def test_a_brief_of_a_plan_is_about_this_plan_and_its_engine(
     assert invoke(verb, LLAMA, "--gpu", "h200", "--ctx", "32k", *rest, "-o", plan).exit_code == 0
     result = invoke("brief", plan, *options, "-o", page)
     assert result.exit_code == 0, result.stderr
-    engine = ("--backend", "vllm") if "vllm" in (*source, *options) else ()
+    engine = ("--backend", "vllm") if {"vllm", "--tp"} & {*source, *options} else ()
     expected = json.loads(invoke("explain", plan, *engine, "--json").stdout)["predicted"]["tpot_ms"]
     text = page.read_text()
     assert f" {time_text(expected)} per token" in text.partition("</h1>")[0] and f"<p>{says}" in text
