@@ -59,7 +59,9 @@ def calibrate(
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
     cuda = place.type == "cuda"
     hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
-    samples = _measured(bench, suite, hardware.num_sms, on_progress, noise)
+    measure = partial(_measured, bench, suite, hardware.num_sms, noise=noise)
+    dispatch = partial(with_dispatch, bench, shape=suite.dispatch_shape, layer_counts=suite.dispatch_layers)
+    samples = measure(on_progress)
     if not cuda:  # measured again, as other programs may have slowed the first time
         again = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
         bandwidth, compute = max(bandwidth, again[0]), max(compute, again[1])
@@ -78,20 +80,15 @@ def calibrate(
         profile = _with_link(bench, profile)
     read = CPU_PASSES * len(samples)
     on_progress("whole rounds", read, read + 1)
-    dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
+    dispatched = dispatch(profile)
     rounds = measured_rounds(dispatched, suite.gap_shapes, place)
     scales = {} if cuda else fitted_scales(dispatched, suite.gap_shapes, rounds)
     if slowed := [kind for kind, scale in scales.items() if scale < SLOWED]:
-
-        def on_repeated(kind: str, *_: int) -> None:
-            on_progress(f"{kind}, again", read, read + 1)
-
-        repeated = _measured(bench, suite, hardware.num_sms, on_repeated, noise, slowed)
+        repeated = measure(lambda kind, *_: on_progress(f"{kind}, again", read, read + 1), kinds=slowed)
+        faster = partial(min, key=attrgetter("seconds"))
         samples |= {kind: list(map(faster, samples[kind], of_kind)) for kind, of_kind in repeated.items()}
         _, classes = _fitted_classes(hardware, (bandwidth, compute), samples, suite, noise)
-        dispatched = with_dispatch(
-            bench, replace(profile, classes=classes), suite.dispatch_shape, suite.dispatch_layers
-        )
+        dispatched = dispatch(replace(profile, classes=classes))
     if keep is not None:
         keep(Samples.of(profile.device, profile.date, ceilings, samples).with_rounds(rounds))
     return with_rounds(dispatched, suite.gap_shapes, rounds)
@@ -242,11 +239,6 @@ def _fitted_classes(
         {kind: slowdown(of_kind, ceilings) for kind, of_kind in by_kind.items()},
     )
     return ceilings, {kind: noise.widened(kind, rates) for kind, rates in fitted.items()}
-
-
-def faster(first: KernelTiming, second: KernelTiming) -> KernelTiming:
-    """The shorter of two timings of a call."""
-    return min(first, second, key=attrgetter("seconds"))
 
 
 def untimed(call: KernelCall) -> KernelTiming:

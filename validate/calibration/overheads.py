@@ -24,12 +24,11 @@ from ridgeplan.roofline.cost import Cost, indicator
 from ridgeplan.roofline.execution import CUDA_LIBRARY_GEMM_ROWS
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import PassTerms, decode_pass
-from ridgeplan.roofline.plan.plan import Plan, Workload
-from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.validate.calibration.fit import RoundSample
-from ridgeplan.validate.calibration.scales import with_fitted_scales
+from ridgeplan.validate.calibration.scales import fitted_scales, round_plan, with_scales
 from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured_round, random_cache
 from ridgeplan.validate.timing import Bench, KernelCall, captured
 
@@ -138,7 +137,7 @@ class Unexplained:
     @classmethod
     def of(cls, measured: RoundSample, shape: ModelShape, profile: Profile) -> Unexplained:
         """Of a measured round of a model."""
-        plan = _plan(shape, profile, measured.preset, measured.context, measured.batch, measured.tokens)
+        plan = round_plan(measured, shape, profile)
         predicted = predict(plan, shape, profile)
         draft_s = measured.draft_s - 1e-3 * predicted.draft_step_ms if plan.speculation.gamma else None
         target_s = measured.target_s - 1e-3 * predicted.target_step_ms
@@ -155,7 +154,9 @@ def with_rounds(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence
     """`profile` with what whole rounds take beyond its kernels: on a GPU gaps, on a CPU scales of the classes."""
     if not rounds:
         return profile
-    return (with_fitted_gaps if profile.asynchronous else with_fitted_scales)(profile, shapes, rounds)
+    if profile.asynchronous:
+        return with_fitted_gaps(profile, shapes, rounds)
+    return with_scales(profile, fitted_scales(profile, shapes, rounds))
 
 
 def with_fitted_gaps(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:
@@ -195,11 +196,13 @@ def fit_gaps(unexplained: Sequence[Unexplained]) -> Gaps:
 def _rounds(index: int, shape: ModelShape, profile: Profile, device: torch.device) -> Iterator[RoundSample]:
     model, cuda = RandomModel.build(shape, device, Machine.of(profile)), profile.asynchronous
     for (context, batch), name in product(WORKLOADS, PRESETS) if cuda else product(CPU_WORKLOADS, CPU_PRESETS):
-        plan = _plan(shape, profile, name, context, batch, NEW_TOKENS)
+        sample = RoundSample(index, name, context, batch, NEW_TOKENS, 0.0, 0.0, 0.0)
+        plan = round_plan(sample, shape, profile)
         times = measured_round(model, plan, steady=cuda)
-        rest_s = times.keep_s + times.idle_s
-        sample = RoundSample(index, name, context, batch, times.grown, times.draft_s, times.verify_s, rest_s)
-        yield sample if cuda else replace(sample, prefill_s=_prompt_seconds(model, plan))
+        yield replace(
+            sample, tokens=times.grown, draft_s=times.draft_s, target_s=times.verify_s,
+            rest_s=times.keep_s + times.idle_s, prefill_s=0.0 if cuda else _prompt_seconds(model, plan),
+        )  # fmt: skip
 
 
 def _prompt_seconds(model: RandomModel, plan: Plan) -> float:
@@ -209,7 +212,3 @@ def _prompt_seconds(model: RandomModel, plan: Plan) -> float:
     start = time.perf_counter()
     prefill(model.decoder, target, cache, 0, prompt)
     return time.perf_counter() - start
-
-
-def _plan(shape: ModelShape, profile: Profile, name: str, context: int, batch: int, new_tokens: int) -> Plan:
-    return preset(name, Workload(shape.name, profile.hardware.name, context, new_tokens, batch))

@@ -19,7 +19,7 @@ from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Profile, Rates
 from ridgeplan.roofline.latency import STEPPED_PARTS
-from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate.calibration.fit import RoundSample
 from ridgeplan.validate.calibration.noise import QUICK_AGREEMENT
@@ -29,9 +29,10 @@ SLOWED = 0.5  # scale below which a class's readings were slowed: no call takes 
 LARGEST = 50.0  # scale; the smallest is its inverse
 
 
-def with_fitted_scales(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:
-    """`profile` with its classes scaled so that `rounds` on models of `shapes` take what was measured."""
-    return with_scales(profile, fitted_scales(profile, shapes, rounds))
+def round_plan(sample: RoundSample, shape: ModelShape, profile: Profile) -> Plan:
+    """The plan of a round, for a model of `shape` on the profile's machine."""
+    workload = Workload(shape.name, profile.hardware.name, sample.context, sample.tokens, sample.batch)
+    return preset(sample.preset, workload)
 
 
 def fitted_scales(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> dict[str, float]:
@@ -106,9 +107,6 @@ def _predicted(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[
     predictions: dict[RoundSample, Prediction] = {}
     for index, shape in enumerate(shapes):
         of_shape = [sample for sample in rounds if sample.model == index]
-        plans = [
-            preset(each.preset, Workload(shape.name, profile.hardware.name, each.context, each.tokens, each.batch))
-            for each in of_shape
-        ]
+        plans = [round_plan(sample, shape, profile) for sample in of_shape]
         predictions |= zip(of_shape, predict_all(plans, shape, profile), strict=True)
     return [predictions[sample] for sample in rounds]

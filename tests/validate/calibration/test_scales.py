@@ -10,7 +10,7 @@ from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate.calibration.fit import RoundSample
 from ridgeplan.validate.calibration.overheads import CPU_PRESETS, with_rounds
-from ridgeplan.validate.calibration.scales import SLOWED, fitted_scales, scaled, with_fitted_scales
+from ridgeplan.validate.calibration.scales import SLOWED, fitted_scales, scaled
 from ridgeplan.validate.random_model import llama_like_shape
 
 SHAPE = llama_like_shape(12, 576, 1536, 9, 3, 64, 49152)
@@ -45,7 +45,7 @@ def test_scaled_classes_predict_the_rounds(profile: Profile) -> None:
     """Also those of another context. A few percent are left, as scales are drawn to 1."""
     slower = {kind: scaled(rates, SLOWER.get(kind, 1.0)) for kind, rates in profile.classes.items()}
     machine = replace(profile, classes=slower)
-    fitted = with_fitted_scales(profile, [SHAPE], rounds(machine))
+    fitted = with_rounds(profile, [SHAPE], rounds(machine))
     for name in CPU_PRESETS:
         for context in (1024, 600):
             measured = parts_ms(predicted(machine, name, context))
@@ -54,7 +54,7 @@ def test_scaled_classes_predict_the_rounds(profile: Profile) -> None:
 
 
 def test_classes_that_no_round_runs_stay(profile: Profile) -> None:
-    fitted = with_fitted_scales(profile, [SHAPE], rounds(replace(profile, classes=dict(profile.classes))))
+    fitted = with_rounds(profile, [SHAPE], rounds(replace(profile, classes=dict(profile.classes))))
     for kind in ("two_bit_scan", "gather", "linear"):  # the rounds take what is predicted, so no class changes
         assert fitted.classes[kind].launch_s == pytest.approx(profile.classes[kind].launch_s, rel=1e-6)
 
@@ -74,7 +74,7 @@ def test_rounds_that_other_programs_slowed_do_not_count(profile: Profile) -> Non
         replace(each, draft_s=20 * each.draft_s, target_s=40 * each.target_s, prefill_s=9 * each.prefill_s)
         for each in rounds(profile)
     ]
-    fitted = with_fitted_scales(profile, [SHAPE], [*slow[:3], *rounds(profile)])
+    fitted = with_rounds(profile, [SHAPE], [*slow[:3], *rounds(profile)])
     for name in CPU_PRESETS:
         measured = parts_ms(predicted(profile, name, 1024))
         assert parts_ms(predicted(fitted, name, 1024)) == pytest.approx(measured, rel=1e-3)
@@ -88,7 +88,7 @@ def test_a_class_whose_readings_were_slowed_stands_out(profile: Profile) -> None
 
 def test_a_class_for_which_another_stood_is_scaled_too(profile: Profile) -> None:
     few = replace(profile, classes={kind: rates for kind, rates in profile.classes.items() if kind != "linear_int4"})
-    fitted = with_fitted_scales(few, [SHAPE], rounds(profile))
+    fitted = with_rounds(few, [SHAPE], rounds(profile))
     measured = predicted(profile, "quantspec-int8", 1024).draft_step_ms
     assert predicted(fitted, "quantspec-int8", 1024).draft_step_ms == pytest.approx(measured, rel=0.08)
 
