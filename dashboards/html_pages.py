@@ -109,7 +109,7 @@ def brief_page(recommendation: Recommendation, degrees: Iterable[str]) -> str:
         [
             f"<h1>{escape(verdict(recommendation))}</h1><p>{first}</p><p>{'<br>'.join(more)}</p>",
             "<h2>Why this plan</h2>", table(("", ""), why),
-            *_titled(drawn),
+            *_sections(drawn),
             f"<h2>The first {BRIEF_PLANS} plans</h2>", _plan_table(recommendation.table()[:BRIEF_PLANS], "verdict"),
         ],
     )  # fmt: skip
@@ -122,10 +122,10 @@ def capacity_page(result: ServingCapacity) -> str:
     drawn["Throughput against time per token"] = front_figure([result])
     body = table(list(rows[0]), [[_shown(value) for value in row.values()] for row in rows])
     head = f"<h1>Serving capacity</h1><p>{escape(result.summary())}</p><ul>{notes}</ul>"
-    return html_page("ridgeplan capacity", [head, *_titled(drawn), body])
+    return html_page("ridgeplan capacity", [head, *_sections(drawn), body])
 
 
-def _titled(drawn: Mapping[str, go.Figure]) -> Iterator[str]:
+def _sections(drawn: Mapping[str, go.Figure]) -> Iterator[str]:
     return (f"<h2>{title}</h2>{figure_html(figure)}" for title, figure in drawn.items())
 
 

@@ -17,6 +17,7 @@ from ridgeplan.roofline.catalog.files import parse_json
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.catalog.profile import PROFILE_SCHEMA, Profile
+from ridgeplan.roofline.catalog.sharding import ShardedShape
 from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.plan.plan import Plan, PlanError, require
 from ridgeplan.roofline.plan.support import Backend
@@ -71,7 +72,7 @@ class SavedPlan:
 def plan_json(plan: Plan, shape: ModelShape, profile: Profile, backend: Backend = Backend.RIDGEPLAN) -> str:
     """The file of a plan for this model, machine and backend. Measured acceptance is the user's, not a plan's."""
     bare = replace(profile, acceptance=())
-    shape = getattr(shape, "whole", shape)  # the plan has the degrees
+    shape = shape.whole if isinstance(shape, ShardedShape) else shape  # the plan has the degrees
     saved_shape = None if shape in list_models() else shape
     saved_profile = None if _by_name(plan.workload.hardware) == bare else bare
     return SavedPlan(plan, saved_shape, saved_profile, backend).to_json()

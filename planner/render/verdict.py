@@ -10,6 +10,7 @@ from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.quantities import probability_text, size_text, time_text
 from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, plain_text, plain_words
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
+from ridgeplan.roofline.plan.support import Backend
 
 if TYPE_CHECKING:
     from ridgeplan.planner.recommendation import Recommendation
@@ -33,9 +34,9 @@ def headline(recommendation: Recommendation) -> str:
     """What kind of answer the plan is."""
     if recommendation.warning or recommendation.given:
         return recommendation.verdict
-    if recommendation.backend != "ridgeplan":
+    if recommendation.backend is not Backend.RIDGEPLAN:
         engine = ENGINES.get(recommendation.backend)
-        plugin = recommendation.backend == "vllm+plugin"
+        plugin = recommendation.backend is Backend.VLLM_PLUGIN
         return f"for {engine.title if engine else 'vLLM with the plugin' if plugin else 'any engine'}"
     return "recommended" if recommendation.model_runs else "best plan that ridgeplan cannot execute yet"
 

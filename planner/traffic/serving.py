@@ -103,8 +103,8 @@ class LoadRow:
 
     def verdict(self, limits: LatencyLimits) -> str:
         """Whether its GPUs keep up with the rate and hold the limits, in words."""
-        several, late = self.gpus > 1, [name for name in self.misses if name != "rejected"]
-        gpus = f"At {self.rate:.4g}/s, {self.gpus} GPU{'s' * several}"
+        one_gpu, late = self.gpus == 1, [name for name in self.misses if name != "rejected"]
+        gpus, s = f"At {self.rate:.4g}/s, {self.gpus} GPU{'s' * (not one_gpu)}", "s" * one_gpu
         first, later = (
             time_text(taken_ms) + (f" (limit {time_text(1e3 * limit_s)})" if limit_s else "")
             for taken_ms, limit_s in ((self.ttft_p99_ms, limits.ttft_s), (self.tpot_p99_ms, limits.tpot_s))
@@ -112,13 +112,13 @@ class LoadRow:
         times = f"99% of the requests get their first token within {first} and take {later} or less per token after it"
         refused = f" {self.rejected} requests do not fit and are rejected." if self.rejected else ""
         if late:
-            return f"{gpus} miss{'es' * (not several)} the latency limit on {' and '.join(late)}: {times}.{refused}"
+            return f"{gpus} miss{'es' * one_gpu} the latency limit on {' and '.join(late)}: {times}.{refused}"
         if limits == LatencyLimits() and not self.keeps_up:
             least = math.ceil(self.gpus * self.rate / self.requests_per_s)
-            served = f"serve{'s' * (not several)} only {self.requests_per_s:.3g}/s, so that the queue grows"
+            served = f"serve{s} only {self.requests_per_s:.3g}/s, so that the queue grows"
             return f"{gpus} {served}; at least {least} GPUs are needed.{refused}"
-        held = "hold# the latency limits" if limits != LatencyLimits() else "keep# up; no latency limit is set"
-        return f"{gpus} {held.replace('#', 's' * (not several))}: {times}.{refused}"
+        held = f"hold{s} the latency limits" if limits != LatencyLimits() else f"keep{s} up; no latency limit is set"
+        return f"{gpus} {held}: {times}.{refused}"
 
     @property
     def spending(self) -> str:
