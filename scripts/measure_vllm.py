@@ -67,7 +67,7 @@ GPT_OSS_20B = {
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
     "hidden_act": "silu", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1000000.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "attention_bias": False,
@@ -157,8 +157,10 @@ def _grid(contexts: tuple[int, ...], batches: tuple[int, ...]) -> tuple[tuple[in
 
 SETUPS = (
     Setup("llama-bf16", "meta-llama/Llama-3.1-8B", LLAMA_8B, "auto", "auto", _grid((32768, 4096), BATCHES)),
-    Setup("gpt-oss-mxfp4", "openai/gpt-oss-20b", GPT_OSS_20B, "auto", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
-    Setup("qwen3-moe-bf16", "Qwen/Qwen3-30B-A3B", QWEN3_30B_A3B, "auto", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
+    Setup("gpt-oss-mxfp4", "openai/gpt-oss-20b", GPT_OSS_20B, "auto", "auto",
+          ((120_000, 1), *_grid((32768, 4096), EXPERT_BATCHES))),
+    Setup("qwen3-moe-bf16", "Qwen/Qwen3-30B-A3B", QWEN3_30B_A3B, "auto", "auto",
+          ((120_000, 1), *_grid((32768, 4096), EXPERT_BATCHES))),
     Setup("llama-bf16-fp8-kv", "meta-llama/Llama-3.1-8B", LLAMA_8B, "auto", "fp8",
           ((120000, 1), (120000, 2), *_grid((32768, 8192), (1, 4, 6)))),
     Setup("llama-fp8", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8", "fp8",
