@@ -28,7 +28,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.catalog.validation import flag, number, one_of, together, whole
 from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
-from ridgeplan.roofline.latency import Machine, experts_kind
+from ridgeplan.roofline.latency import TIMED_HEAD_DIM, Machine, experts_kind
 from ridgeplan.roofline.plan.plan import (
     MAX_BATCH,
     MAX_TOKENS,
@@ -270,11 +270,22 @@ class Question:
         """The same for the model as the runtime holds it (`as_loaded`). Engines hold what the checkpoint has."""
         return replace(self, shape=as_loaded(self.shape)) if self.engine is None else self
 
+    def first_notes(self) -> Iterator[str]:
+        """Caveats that any answer states first: how the model was read, and kernels that never ran on a GPU."""
+        shape, hardware = self.shape, self.profile.hardware
+        if shape.note:
+            yield shape.note
+        runs = self.engine is None and hardware.kind == "gpu" and missing_architecture(shape, hardware) is None
+        if runs and not shape.is_mla and shape.head_dim > TIMED_HEAD_DIM:
+            yield (
+                f"attention over heads of {shape.head_dim} channels never ran on a GPU: its kernels compile, and its "
+                f"times are priced at the rates of {TIMED_HEAD_DIM} channels"
+            )
+
     def notes(self) -> Iterator[str]:
         """Caveats of any prediction for this model, machine and workload."""
         shape, workload, hardware = self.shape, self.workload, self.profile.hardware
-        if shape.note:
-            yield shape.note
+        yield from self.first_notes()
         if self.engine is not None:
             yield from self.engine.notes()
         elif self.options.backend is Backend.VLLM_PLUGIN:

@@ -404,8 +404,8 @@ def _notes(
     plan: Plan, predicted: Prediction, fits_device: bool, question: Question, as_stored: Question
 ) -> Iterator[str]:
     """Caveats of the recommended plan, of its engine, and of the question."""
-    if question.shape.note:
-        yield question.shape.note
+    first = tuple(question.first_notes())
+    yield from first
     if fits_device and predicted.offloaded_layers:
         yield f"{on_host_text(predicted, question.host_limit_bytes)}; plans without offloading are slower"
     if question.engine is not None:
@@ -416,7 +416,7 @@ def _notes(
         yield from expert_notes(plan, question)
     if isinstance(question.options.quality, QualityFloor):
         yield question.options.quality.verdict(plan, question.options.backend)
-    stated = (question.shape.note, *(question.engine.notes() if question.engine else ()))
+    stated = (*first, *(question.engine.notes() if question.engine else ()))
     yield from (note for note in as_stored.notes() if note not in stated)
     yield from as_stored.limit_notes()
 

@@ -304,6 +304,11 @@ def experts_kind(bits: int) -> str:
     return f"grouped_{linear_kind(bits)}"
 
 
+# What ends the names of attention's classes, by the largest head that each was timed with on a GPU.
+HEAD_CLASSES = {64: "_d64", 128: "", 256: "_d256"}
+TIMED_HEAD_DIM = max(HEAD_CLASSES)  # larger ones take its classes; kernels for them were compiled, never run
+
+
 def attention_kind(bits: int, head_dim: int) -> str:
     """Kernel class of decode attention over codes of `bits` bits; 0 is full precision.
 
@@ -311,7 +316,7 @@ def attention_kind(bits: int, head_dim: int) -> str:
     half the bytes. So have those of more than 128, which other kernels read.
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
-    return f"{codes}_d64" if head_dim <= 64 else codes if head_dim <= 128 else f"{codes}_d256"
+    return codes + HEAD_CLASSES[next((size for size in HEAD_CLASSES if head_dim <= size), TIMED_HEAD_DIM)]
 
 
 def sparse_attention_kind(bits: int, head_dim: int) -> str:

@@ -645,3 +645,20 @@ def test_a_kind_of_text_is_said_to_be_ignored_where_no_drafter_runs():
 def test_slow_experts_are_named(model: str, gpu: str, options: dict[str, str], noted: bool) -> None:
     answer = planner.recommend(model, gpu, 9000, **options)
     assert any(note.startswith("experts of 8 bits are read at ") for note in answer.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "options", "noted"),
+    [
+        ("google/gemma-4-31B-it", "h200", {}, True),
+        ("google/gemma-4-31B-it", "h200", {"backend": "vllm"}, False),  # whose kernels are others
+        ("google/gemma-4-E2B-it", "h200", {}, False),  # which is refused for other reasons
+        ("google/gemma-3-12b-it", "h200", {}, False),  # heads of 256 channels
+        ("DeepSeek-V2-Lite", "h200", {}, False),  # latents of 512, which have run
+    ],
+)
+def test_attention_that_never_ran_on_a_gpu_is_said_first(model, gpu, options, noted) -> None:
+    notes = planner.recommend(model, gpu, 8192, **options).notes
+    said = [note for note in notes if "never ran on a GPU" in note]
+    assert said == ([notes[0]] if noted else [])
+    assert not noted or "heads of 512 channels" in said[0]
