@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog.config_json import shape_from_config
-from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
 from ridgeplan.roofline.catalog.model_shape import (
     FULL_BITS,
@@ -213,6 +212,7 @@ _SUPPORTED = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe",
     "gpt-oss": "gpt_oss", "qwen35": "qwen3_5_text",
 }  # fmt: skip
+_WINDOWED = {"llama": "mistral"}  # the families of files that have a window
 KEPT_TYPE = 39  # MXFP4
 STORED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # whose weights may stay in `BLOCK_FORMATS` ...
 Q4_K_M_BITS = 5.0  # per weight of the layers, as products hold them: 4.9 of Llama-3.1-8B
@@ -268,47 +268,12 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
 
     for name, kind in header.types.items():
         gguf_bits(kind, name)  # raises for one that is not read, whatever the tensor is for
-
-    def value(key: str, default: object = None) -> Any:
-        entry = header.metadata.get(f"{architecture}.{key}", default)
-        if entry is None:
-            raise ValueError(f"{architecture}.{key} is missing")
-        return entry
-
-    family, experts = _SUPPORTED[str(architecture)], value("expert_count", 0)
-    if experts and architecture == family:
+    if header.metadata.get(f"{architecture}.expert_count") and architecture == _SUPPORTED[str(architecture)]:
         raise ValueError(f"mixtures of experts of {brief(architecture)} are read from their config.json only")
-    if families()[family].traits or experts:  # its layers are not all alike, or have what the fields below cannot say
-        shape = shape_from_config(config_of_header(header), path.stem, str(path))
-        bits = weight_bits_of(header)
-        if keeps_experts(header):
-            bits = WeightBits(experts=gguf_bits(KEPT_TYPE), format=KEPT_FORMAT)
-        return replace(shape, weight_bits=bits)
-    heads = value("attention.head_count")
-    q_width = _tensor(header, "blk.0.attn_q.weight")[-1]
-    window = value("attention.sliding_window", 0) or None
-    layers = value("block_count")
-    return ModelShape(
-        name=path.stem,
-        architecture=str(architecture),
-        layers=layers,
-        hidden=value("embedding_length"),
-        q_heads=heads,
-        kv_heads=value("attention.head_count_kv", heads),
-        head_dim=value("attention.key_length", q_width // heads if type(heads) is int and heads else 0),
-        intermediate=value("feed_forward_length"),
-        vocab=_tensor(header, "token_embd.weight")[-1],
-        max_context=value("context_length"),
-        tied_embeddings="output.weight" not in header.tensors,
-        attention_bias="blk.0.attn_q.bias" in header.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
-        window_tokens=window,
-        window_layers=layers if window else 0,
-        rope_theta=value("rope.freq_base", 10_000.0),
-        rope_original_context=value("rope.scaling.original_context_length", 0) or None,
-        weight_bits=weight_bits_of(header),
-        source=str(path),
-    )
+    bits = weight_bits_of(header)
+    if keeps_experts(header):
+        bits = WeightBits(experts=gguf_bits(KEPT_TYPE), format=KEPT_FORMAT)
+    return replace(shape_from_config(config_of_header(header), path.stem, str(path)), weight_bits=bits)
 
 
 def config_of_header(header: GGUFHeader) -> dict[str, Any]:
@@ -316,7 +281,12 @@ def config_of_header(header: GGUFHeader) -> dict[str, Any]:
     architecture = str(header.metadata["general.architecture"])
     present = {key: header.metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
     keys: dict[str, Any] = {key: entry for key, entry in present.items() if entry is not None}
-    keys |= {"model_type": _SUPPORTED[architecture], "vocab_size": _tensor(header, "token_embd.weight")[-1]}
+    family = (_WINDOWED if keys.get("sliding_window") else _SUPPORTED).get(architecture, _SUPPORTED[architecture])
+    keys |= {"model_type": family, "vocab_size": _tensor(header, "token_embd.weight")[-1]}
+    keys["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    heads = keys.get("num_attention_heads")
+    if "head_dim" not in keys and isinstance(heads, int) and heads:
+        keys["head_dim"] = _tensor(header, "blk.0.attn_q.weight")[-1] // heads
     width, heads = header.metadata.get(f"{architecture}.ssm.inner_size"), keys.get("linear_num_value_heads")
     if isinstance(width, int) and isinstance(heads, int) and heads:
         keys["linear_value_head_dim"] = width // heads

@@ -150,20 +150,12 @@ def mean_bits(tensors: Iterable[tuple[str, float, float]], kind: str) -> WeightB
     return WeightBits(**means, format=kind)
 
 
-# What a model has that only matters to whoever executes it, or to its norms; `traits` of a shape lists some of these.
+# What a model has that the sizes of its layers do not say; `traits` of a shape lists some of these.
 TRAITS = {
     "attention sinks": "a learned logit per query head joins each softmax",
     "attention soft cap": "attention's logits pass a tanh",
-    "logit soft cap": "the head's logits pass a tanh",
     "parallel blocks": "attention and the MLP read the same normed stream: one norm a layer",
-    "scaled embeddings": "embeddings, residuals or logits are multiplied by constants",
-    "partial rotary": "RoPE turns a part of each head",
-    "rope by layer type": "layers have different RoPE, or none",
-    "per-layer embeddings": "a table of its own feeds every layer",
-    "sparse indexer": "attention reads the tokens that an indexer scores highest",
-    "other norms": "norms are LayerNorms, or scale by 1 + weight, or stand after the blocks only",
     "other activation": "the MLP's activation is not SiLU",
-    "scaled experts": "routing is by sigmoid, groups, biases or scales",
     "biased experts": "experts, the router and attention's output projection add biases",
 }
 MAX_LAYERS = 10_000

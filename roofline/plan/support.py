@@ -308,30 +308,19 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     return None
 
 
-# What layers have beyond those of Llama and the decoder executes.
-EXECUTED_NEEDS = (
-    "sliding windows in some layers", "norms after blocks", "attention sinks", "attention soft cap", "logit soft cap",
-    "parallel blocks", "scaled embeddings", "partial rotary", "rope by layer type", "other norms", "other activation",
-    "scaled experts", "biased experts", "heads of several sizes",
-)  # fmt: skip
-
-
 def layer_needs(shape: ModelShape) -> list[str]:
-    """What a model's layers have beyond those of the families that the runtime executes."""
+    """What a model's layers have that the runtime does not execute."""
     attentions = [attention for attention, _ in shape.attentions]
     checks = {
         "states of other rules": any(state.rule != DELTA_RULE or state.gate_rank for state, _ in shape.states),
-        "sliding windows in some layers": shape.window_tokens and shape.window_layers < shape.layers,
         "experts without a gate": any(mlp.experts and not mlp.gated for mlp, _ in shape.mlps),
         "experts beside a dense MLP": any(mlp.experts and mlp.intermediate for mlp, _ in shape.mlps),
         "experts on a projected stream": any(mlp.expert_hidden for mlp, _ in shape.mlps),
         "a cache that layers share": any(attention.shares_cache for attention in attentions),
-        "heads of several sizes": len({(attention.kv_heads, attention.head_dim) for attention in attentions}) > 1,
-        "norms after blocks": shape.sandwich_norms,
         "per-layer embeddings": shape.layer_embedding_width > 0,
+        "sparse indexer": any(attention.index_tokens for attention in attentions),
     }
-    needs = [*(name for name, needed in checks.items() if needed), *shape.traits]
-    return [need for need in needs if need not in EXECUTED_NEEDS]
+    return [need for need, needed in checks.items() if needed]
 
 
 def as_loaded(shape: ModelShape) -> ModelShape:
