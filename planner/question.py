@@ -79,6 +79,7 @@ class SearchOptions(PlanPart):
     memory_utilization: float = MEMORY_UTILIZATION  # share of the device's memory that plans may use
     profile: Profile | Path | str | None = None  # calibration to predict with, or its file
     acceptance: Path | str | None = None  # file of `ridgeplan acceptance`; by default the one that it saved
+    routing_skew: float = number(0, 8, default=0.0)  # exponent of a Zipf law of the experts' loads; 0: the model's own
     yarn: bool = flag(False)  # stretch the rotary embedding beyond the model's context limit
     backend: Backend = one_of(Backend, default=Backend.RIDGEPLAN)  # what is to execute the plan
     kv_format: KVFormat | None = one_of(KVFormat, default=None)  # only plans with this KV cache; None for any
@@ -103,6 +104,10 @@ class SearchOptions(PlanPart):
         vars(self)["quality"] = parse_quality(self.quality)
         super().__post_init__()
         check_memory_options(self.memory_utilization, self.memory_limit, self.host_memory)
+
+    def skewed(self, shape: ModelShape) -> ModelShape:
+        """The model with the skew of its experts' loads."""
+        return replace(shape, routing_skew=self.routing_skew) if self.routing_skew else shape
 
     @property
     def least_gpus(self) -> int:
@@ -166,6 +171,7 @@ class Question:
         A CPU and a GPU that shares a CPU's memory offload nothing. Raises PlanError for options of host memory there.
         """
         share, limit = options.memory_utilization, options.memory_limit
+        shape = options.skewed(shape)
         if workload.parallel != SINGLE:
             shape, options = shard(shape, workload.parallel), executed_by_engine(options)
         if profile.hardware.shares_host_memory:

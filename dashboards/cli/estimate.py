@@ -113,7 +113,9 @@ def _of_plan(
     plan = with_gamma(saved.on(shape, profile), gamma, adaptive=adaptive)
     if rest["acceptance"]:
         plan = replace(plan, workload=with_drafter_rows(plan.workload, rest["acceptance"]))
-    options = SearchOptions(**{name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory")})
+    options = SearchOptions(
+        **{name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory", "routing_skew")}
+    )
     return estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
 
 
@@ -127,7 +129,8 @@ def _of_preset(
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or else --plan FILE")
     degrees = ("gpus", "tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")
     of_text = ("text", "acceptance_length", "drafter", "drafter_head")
-    copied = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn", *of_text, *degrees)
+    limits = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "routing_skew", "yarn")
+    copied = (*limits, *of_text, *degrees)
     batch = 1 if rest["batch"] is None else rest["batch"]
     options = SearchOptions(batch=batch, new_tokens=new_tokens, **{name: rest[name] for name in copied})
     context = opt.context_of(ctx, limit, new_tokens)

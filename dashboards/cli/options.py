@@ -302,6 +302,10 @@ acceptance_file = click.option(
     "--acceptance", metavar="FILE", help="Acceptance written by `ridgeplan acceptance`.  [default: the saved rows]"
 )
 yarn = click.option("--yarn", is_flag=True, help="Scale rotary embeddings beyond the model's context limit (YaRN).")
+routing_skew = click.option(
+    "--routing-skew", type=float, default=0.0, show_default=False,
+    help="Exponent of a Zipf law of how often each expert is chosen, from 0 to 8.  [default: 0, all alike]",
+)  # fmt: skip
 text_kind = click.option(
     "--text", type=click.Choice([*map(str, TextKind)]), help="Kind of text, for plans with a drafter.  [default: none]"
 )
@@ -318,7 +322,9 @@ drafter_head = click.option(
     help="Draft head that plans may use: of `ridgeplan distill --drafter`, EAGLE-3's, or a model with an MTP layer.",
 )  # fmt: skip
 drafting = combine(text_kind, acceptance_length, measured_drafter, drafter_head)
-priced_by = combine(memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn, drafting)
+priced_by = combine(
+    memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn, routing_skew, drafting
+)
 
 # Models and texts to run.
 model_to_run = click.option(

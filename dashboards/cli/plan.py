@@ -221,7 +221,7 @@ def plan(
     def plan_text() -> str:
         chosen = recommendation.adaptive if adaptive and recommendation.adaptive else recommendation.plan
         shape, profile = planner.resolve(model, gpu, options.profile, options.acceptance)
-        return plan_json(chosen, shape, profile, recommendation.backend)
+        return plan_json(chosen, options.skewed(shape), profile, recommendation.backend)
 
     write_plan(output, recommendation, plan_text)
     if as_json:

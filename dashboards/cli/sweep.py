@@ -113,6 +113,7 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
 @opt.memory_limit
 @opt.profile_file
 @opt.yarn
+@opt.routing_skew
 @opt.drafting
 @opt.table_output
 @opt.as_json

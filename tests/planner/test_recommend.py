@@ -662,3 +662,12 @@ def test_attention_that_never_ran_on_a_gpu_is_said_first(model, gpu, options, no
     said = [note for note in notes if "never ran on a GPU" in note]
     assert said == ([notes[0]] if noted else [])
     assert not noted or "heads of 512 channels" in said[0]
+
+
+@pytest.mark.parametrize(("model", "faster"), [("Qwen3-30B-A3B", True), ("Qwen3-4B", False)])
+def test_skewed_routing_hits_fewer_experts_and_takes_less_time(model: str, faster: bool) -> None:
+    even, skewed = (planner.recommend(model, "h200", 8192, batch=8, routing_skew=skew) for skew in (0, 1))
+    plain_ms = [answer.baseline.best.tpot_ms for answer in (even, skewed)]
+    assert (plain_ms[1] < 0.95 * plain_ms[0]) if faster else (plain_ms[1] == plain_ms[0])
+    with pytest.raises(PlanError, match=r"routing_skew is 9; allowed: a number from 0 to 8"):
+        planner.recommend(model, "h200", 8192, routing_skew=9)

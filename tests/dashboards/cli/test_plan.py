@@ -404,3 +404,11 @@ def test_a_folder_name_that_no_system_takes_holds_nothing(
     monkeypatch.setenv(variable, "/" + "x" * 5000)
     assert "ridgeplan calibrate" in refuses("recommend", LLAMA, "--gpu", "auto", "--ctx", 4096)
     assert "unknown model 'a/b'" in refuses("recommend", "a/b", "--gpu", "h200", "--ctx", 4096)
+
+
+def test_a_saved_plan_keeps_the_skew_of_its_experts_loads(invoke: Any, tmp_path: Path) -> None:
+    question = ("Qwen3-30B-A3B", "--gpu", "h200", "--ctx", 8192, "--routing-skew", 1, "--json")
+    path = tmp_path / "plan.json"
+    planned = as_json(invoke("plan", *question, "-o", path))
+    priced = as_json(invoke("estimate", "--plan", path, "--json"))
+    assert priced["predicted"]["tpot_ms"] == pytest.approx(planned["predicted"]["tpot_ms"])
