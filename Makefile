@@ -3,8 +3,10 @@ PYTHON ?= python3
 EXAMPLES ?= 5000
 VENV := .venv
 BIN := $(VENV)/bin
-# Extras of the environment. Python compiles what it imports: pip would compile every file first, on one core.
+# Extras of the environment. Python compiles what it imports: pip would compile every file first, on one core. Images of
+# containers often forbid it to keep what it compiled, and then every process compiles torch and transformers again.
 WITH ?= dev
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 # setuptools warns of every editable install whose packages are mapped to folders, as pyproject.toml maps them. It is
 # in the environment already, so that no second copy is fetched to build with.
