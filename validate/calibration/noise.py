@@ -36,6 +36,7 @@ MAX_FIT_SPREAD = 0.75  # relative error of a class's fit beyond which its rates 
 CPU_PASSES = 3  # over the classes of a CPU, at most
 # Of the time at this machine's bandwidth and FLOP/s, with a launch of LONG_LAUNCH_S. The best call of an undisturbed
 # CPU's slowest class, progressive attention, takes 6 times as long; other programs made some take 100 times as long.
+# Whole rounds do not scale most classes: they run no selection, no sampling and one width of heads.
 MAX_SLOWDOWN = 20.0
 LONG_LAUNCH_S = 1e-4
 HIGHEST_COMPUTE = 2.0  # of the FLOP/s of a large matmul; more than that, the matmul was slowed by other programs
@@ -101,16 +102,15 @@ class NoiseCheck:
     """Reads the calls of each class until they agree, and refuses noisy classes unless they are allowed.
 
     quick: accept classes up to QUICK_AGREEMENT, with wider bands. spreads: by class, the spread of readings that three
-    quarters of its calls stay below. left_out: classes whose fits say nothing, and how far these are off. too_slow:
-    classes whose best calls exceed MAX_SLOWDOWN, and by how much they are slower than the machine. read_once: classes
-    for whose second pass a quick calibration had no time. clock: seconds since any moment.
+    quarters of its calls stay below. left_out: classes that related ones stand for, and why: their fits say nothing, or
+    their best calls exceed MAX_SLOWDOWN. read_once: classes for whose second pass a quick calibration had no time.
+    clock: seconds since any moment.
     """
 
     allowed: bool = False
     quick: bool = False
     spreads: dict[str, float] = field(default_factory=dict)
-    left_out: dict[str, float] = field(default_factory=dict)
-    too_slow: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     read_once: list[str] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
 
@@ -192,27 +192,22 @@ class NoiseCheck:
         slowdowns: of the classes' best calls. A class that no other can stand for stays, with its wide band, if noise
         is allowed; else it raises NoisyMachine.
         """
-        misfits = {kind: rates.spread for kind, rates in classes.items() if rates.spread > MAX_FIT_SPREAD}
-        slow = {kind: times for kind, times in slowdowns.items() if times > MAX_SLOWDOWN and kind not in misfits}
-        said = {
-            kind: f"the fit of {kind!r} is off by {off:.0%}; allowed: {MAX_FIT_SPREAD:.0%}"
-            for kind, off in misfits.items()
-        }
-        said |= {
-            kind: f"{kind!r} is {times:.0f} times slower than the machine; allowed: {MAX_SLOWDOWN:.0f} times"
-            for kind, times in slow.items()
-        }
-        for kind, problem in said.items():
-            if kind not in RELATIVES and not self.allowed:
-                raise NoisyMachine(
-                    f"the machine is too busy: {problem}, or any with --allow-noisy; try again once other programs "
-                    "have ended"
-                )
         self.left_out.clear()
-        self.too_slow.clear()
-        self.left_out.update({kind: spread for kind, spread in misfits.items() if kind in RELATIVES})
-        self.too_slow.update({kind: times for kind, times in slow.items() if kind in RELATIVES})
-        return {kind: rates for kind, rates in classes.items() if kind not in {*self.left_out, *self.too_slow}}
+        for kind, rates in classes.items():
+            if rates.spread > MAX_FIT_SPREAD:
+                problem, limit = f"its fit is off by {rates.spread:.0%}", f"{MAX_FIT_SPREAD:.0%}"
+            elif slowdowns.get(kind, 0.0) > MAX_SLOWDOWN:
+                problem, limit = f"{slowdowns[kind]:.0f} times slower than the machine", f"{MAX_SLOWDOWN:.0f} times"
+            else:
+                continue
+            if kind in RELATIVES:
+                self.left_out[kind] = problem
+            elif not self.allowed:
+                raise NoisyMachine(
+                    f"the machine is too busy: {kind!r} ({problem}; allowed: {limit}, or any with --allow-noisy); "
+                    "try again once other programs have ended"
+                )
+        return {kind: rates for kind, rates in classes.items() if kind not in self.left_out}
 
     def noisy(self, kind: str) -> bool:
         """Whether the readings of a class did not agree, or were not repeated."""
@@ -221,17 +216,15 @@ class NoiseCheck:
     def note(self) -> str | None:
         """What disturbed the calibration, and what that did to the profile, as a line; None if nothing did."""
         noisy = [spread for spread in self.spreads.values() if spread > AGREEMENT]
-        replaced = [f"{kind} (its fit is off by {spread:.0%})" for kind, spread in self.left_out.items()]
-        replaced += [f"{kind} ({times:.0f} times slower than the machine)" for kind, times in self.too_slow.items()]
-        count = len(self.spreads)
-        parts = []
+        count, parts = len(self.spreads), []
         if noisy:
             differing = f"readings of {len(noisy)} of {count} kernel classes differ by up to {max(noisy):.0%}"
             parts.append(f"{differing}, so their bands are wider")
         if self.read_once:
             parts.append(f"{len(self.read_once)} of {count} classes were read only once in {QUICK_LIMIT_S:.0f} s")
-        if replaced:
-            parts.append(f"related classes stand for {', '.join(replaced)}")
+        if self.left_out:
+            replaced = ", ".join(f"{kind} ({problem})" for kind, problem in self.left_out.items())
+            parts.append(f"related classes stand for {replaced}")
         cause = "other programs, or a virtual machine's neighbours, slowed readings"
         return f"{cause}: {'; '.join(parts)}" if parts else None
 
