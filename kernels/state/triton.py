@@ -46,6 +46,16 @@ def _stored(ring, position, channel, inside, RING: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
+def _last_stored(ring, begin, channel, inside, RING: tl.constexpr, WIDTH: tl.constexpr):
+    """The inputs of the three tokens ahead of `begin`, the latest first."""
+    return (
+        _stored(ring, begin - 1, channel, inside, RING, WIDTH),
+        _stored(ring, begin - 2, channel, inside, RING, WIDTH),
+        _stored(ring, begin - 3, channel, inside, RING, WIDTH),
+    )
+
+
+@triton.jit
 def _input(ring, new, position, first, stride, channel, inside, RING: tl.constexpr, WIDTH: tl.constexpr):
     """A token's inputs, of an earlier one from the ring."""
     old = _stored(ring, position, channel, tl.where(position < first, inside, False), RING, WIDTH)
@@ -97,11 +107,9 @@ def _delta_step_kernel(
     q_at = head // RATIO * KEY_DIM + keys
     k_at = KEY_HEADS * KEY_DIM + q_at
     v_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + channels
-    q_taps, k_taps, v_taps = (
-        _taps(taps, q_at, is_key, TAPS),
-        _taps(taps, k_at, is_key, TAPS),
-        _taps(taps, v_at, is_value, TAPS),
-    )
+    q_taps = _taps(taps, q_at, is_key, TAPS)
+    k_taps = _taps(taps, k_at, is_key, TAPS)
+    v_taps = _taps(taps, v_at, is_value, TAPS)
     decay_rate = tl.exp(tl.load(log_decay + head))
     bias = tl.load(step_bias + head)
     ring += row * (RING * WIDTH)
@@ -113,21 +121,9 @@ def _delta_step_kernel(
     at = keys[:, None] * VALUE_DIM + channels[None, :]
     inside = is_key[:, None] & is_value[None, :]
     current = tl.load(state + at, mask=inside, other=0.0)
-    q1, q2, q3 = (
-        _stored(ring, begin - 1, q_at, is_key, RING, WIDTH),
-        _stored(ring, begin - 2, q_at, is_key, RING, WIDTH),
-        _stored(ring, begin - 3, q_at, is_key, RING, WIDTH),
-    )
-    k1, k2, k3 = (
-        _stored(ring, begin - 1, k_at, is_key, RING, WIDTH),
-        _stored(ring, begin - 2, k_at, is_key, RING, WIDTH),
-        _stored(ring, begin - 3, k_at, is_key, RING, WIDTH),
-    )
-    v1, v2, v3 = (
-        _stored(ring, begin - 1, v_at, is_value, RING, WIDTH),
-        _stored(ring, begin - 2, v_at, is_value, RING, WIDTH),
-        _stored(ring, begin - 3, v_at, is_value, RING, WIDTH),
-    )
+    q1, q2, q3 = _last_stored(ring, begin, q_at, is_key, RING, WIDTH)
+    k1, k2, k3 = _last_stored(ring, begin, k_at, is_key, RING, WIDTH)
+    v1, v2, v3 = _last_stored(ring, begin, v_at, is_value, RING, WIDTH)
     in_range = head < VALUE_HEADS
     writes_keys = tl.where((tl.program_id(0) == 0) & (head % RATIO == 0), is_key, False)
     for position in range(begin, first + tokens):
