@@ -95,16 +95,21 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"it must hold an object, not {brief(config)}")
     keys, family = _family_keys(config)
+    notes = []
     if keys.model_type in families():
         shape = _read_shape(keys, family, name, source)
     else:
         try:
             shape = _read_shape(keys, family, name, source)
-            keys.require_known_structure()
+            unread = keys.unread()
         except ValueError as error:
-            raise ValueError(f"model_type {brief(keys.model_type)} is not known, and of its keys {error}") from None
-        shape = replace(shape, note=f"{name} was {READ_BY_FIELDS} ({brief(keys.model_type)})")
-    return replace(shape, weight_bits=weight_bits_of_config(keys, shape))
+            raise ValueError(f"model_type {brief(keys.model_type)} is not known, and {error}") from None
+        left_out = f"; not read: {', '.join(unread)}" if unread else ""
+        notes.append(f"{name} was {READ_BY_FIELDS} ({brief(keys.model_type)}){left_out}")
+    beside = [key for key, value in config.items() if _BESIDE.search(key) and isinstance(value, dict) and value]
+    if beside:
+        notes.append(f"only the language model of {name} is counted, without its {' and '.join(beside)}")
+    return replace(shape, note="; ".join(notes), weight_bits=weight_bits_of_config(keys, shape))
 
 
 def _read_shape(keys: _Keys, family: Family, name: str, source: str) -> ModelShape:
@@ -115,20 +120,29 @@ def _read_shape(keys: _Keys, family: Family, name: str, source: str) -> ModelSha
     return shape
 
 
+PER_LAYER = "per_layer_config"
 KDA_KEYS = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")  # of transformers' class
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
-WINDOW_KEYS = ("use_sliding_window", "max_window_layers", "sliding_window_pattern")  # moot beside `layer_types`
+PATTERNS = ("sliding_window_pattern", "global_attn_every_n_layers")  # every so many layers see all tokens
+WINDOW_KEYS = ("use_sliding_window", "max_window_layers", *PATTERNS)  # moot beside `layer_types`
 READ_BY_FIELDS = "read by its fields; not checked against this architecture"
+# Of what stands beside a language model: the keys of encoders of images and sound.
+_BESIDE = re.compile(
+    r"^(?!text|quantization|compression|linear_attn|per_layer|generation)\w+_(config|processor)$|^embd_layer$"
+)
 # Of a key that may say something of the layers. For a family that is not known, such a key must have been read.
 _STRUCTURE = re.compile(
     r"expert|moe|mamba|ssm|linear_|conv|lora|latent|index|compress|hybrid|altup|laurel|recurr|ngram|layer_types|pattern|"
     r"window|swa_|sparse|cross|encoder|hash|block_type|attn_type|state_size|global|per_layer|local|cycles|per_stack|"
-    r"kv_channels"
+    r"kv_channels|loop|mla_|_kind|_rank$"
 )
-# Keys of that form that say nothing of shapes: training, routing, and names of implementations.
+# Keys that say nothing of shapes: training, routing, norms, factors, tokens, and names of implementations.
 _HARMLESS = re.compile(
-    r"_coef$|aux_loss|score|scoring|jitter|router|topk_method|group|scal|norm_topk|_dtype$|is_encoder_decoder|use_cache|"
-    r"cross_attention|^expert_model|_implementation|chunk_size_feed|local_rope|rope_local|^time_step|mamba_(expand|chunk)|linear_(a_log|dt|allow)"
+    r"^_|_coef$|aux_loss|score|scoring|jitter|router|topk_method|group|scal|norm_topk|_dtype$|is_encoder_decoder|use_cache|"
+    r"^expert_model|_implementation|chunk_size_feed|local_rope|rope_local|^time_step|mamba_(expand|chunk)|"
+    r"linear_(a_log|dt|allow)|return_dict|^id2label|^label2id|initializer|_version$|eps$|token_(id|ids|index)$|"
+    r"(embedding|residual|attention|logits?|output)_multiplier|softcap|dropout|pdrop|pretraining_tp|^qk_head_dim|"
+    r"rope_(theta|interleave)|architectures|auto_map|tokenizer|name_or_path|^output_|problem_type|fp32|(?<!encoder)_config$"
 )
 
 
@@ -154,18 +168,20 @@ class _Keys(Mapping[str, Any]):
         """The family's name."""
         return str(self["model_type"])
 
-    def require_known_structure(self) -> None:
-        """Raises ValueError for a key that may say something of the layers, holds a value, and was not read."""
-        unread = [
-            key
-            for key, value in self._values.items()
-            if key not in self._read and value and _STRUCTURE.search(key) and not _HARMLESS.search(key)
-        ]
-        if unread:
-            raise ValueError(f"{', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no known meaning")
+    def unread(self) -> list[str]:
+        """The keys that hold a value, were not read, and may matter.
+
+        Raises ValueError for one that may say something of the layers.
+        """
         for key in ACTIVATIONS:
             if self.get(key) not in (None, "silu", "swish"):
                 raise ValueError(f"{key} {brief(self[key])} does not say whether the MLP is gated")
+        values = {key: value for key, value in self._values.items() if key not in self._read and value}
+        unread = [key for key in values if not _HARMLESS.search(key)]
+        unknown = [key for key in unread if _STRUCTURE.search(key)]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} {'has' if len(unknown) == 1 else 'have'} no known meaning")
+        return unread
 
 
 def _family_keys(config: Config) -> tuple[_Keys, Family]:
@@ -181,7 +197,8 @@ def _family_keys(config: Config) -> tuple[_Keys, Family]:
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"model_type is {brief(model_type)}; allowed: the name of a family, such as 'llama'")
     family = families().get(model_type, Family(sliding="keys"))
-    return _Keys({**config, **_global_heads(config)}, family.defaults), family
+    config = {key: value for key, value in config.items() if key != PER_LAYER} | _global_heads(config)
+    return _Keys(config, family.defaults), family
 
 
 def _global_heads(config: Config) -> Fields:
@@ -189,15 +206,15 @@ def _global_heads(config: Config) -> Fields:
 
     An empty table says that they have the same. Raises ValueError for sizes that differ otherwise.
     """
-    overrides = _object(config, "per_layer_config")
+    overrides = _object(config, PER_LAYER)
     if not overrides:
-        return {"global_head_dim": config.get("head_dim")} if "per_layer_config" in config else {}
+        return {"global_head_dim": config.get("head_dim")} if PER_LAYER in config else {}
     kinds = _list(config, "layer_types")
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
     named = {str(layer).lstrip("0") or "0" for layer in overrides}  # with zeros ahead from 10 layers on
     first, *others = overrides.values()
     if not isinstance(first, dict) or any(other != first for other in others) or named != full:
-        raise ValueError("per_layer_config must hold the same sizes for all layers of full attention, and no others")
+        raise ValueError(f"{PER_LAYER} must hold the same sizes for all layers of full attention, and no others")
     return {"global_head_dim": first.get("head_dim"), "num_global_key_value_heads": first.get("num_key_value_heads")}
 
 
@@ -294,9 +311,10 @@ def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
         for key in WINDOW_KEYS:
             config.get(key)
         unknown = [kind for kind in named if not isinstance(kind, str) or kind not in LAYER_KINDS]
-        if unknown or len(named) != count:
-            allowed = f"{count} of {', '.join(LAYER_KINDS)}"
-            raise ValueError(f"layer_types must hold {allowed}, not {brief(unknown[0] if unknown else named)}")
+        if unknown:
+            raise ValueError(f"layer_types has {brief(unknown[0])}; allowed: {', '.join(LAYER_KINDS)}")
+        if len(named) != count:
+            raise ValueError(f"layer_types has {len(named)} entries; allowed: {count}, one for each layer")
         windows = config.get("sliding_window") is not None
         kinds = [LAYER_KINDS[kind] for kind in named]
         kinds = [("full", mlp) if kind == "sliding" and not windows else (kind, mlp) for kind, mlp in kinds]
@@ -322,7 +340,8 @@ def _layer_count(config: Config) -> int:
 
 def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:
     """The layers that have a window by the family's rule, where config.json lists none."""
-    used, last, pattern = (config.get(key) for key in WINDOW_KEYS)
+    used, last = (config.get(key) for key in WINDOW_KEYS[:2])
+    pattern = config.get(next((key for key in PATTERNS if config.get(key) is not None), PATTERNS[0]))
     if config.get("sliding_window") is None:
         return range(0)
     if rule == "keys":
@@ -330,7 +349,7 @@ def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:
     if rule == "last":
         return range(_whole(config, "max_window_layers"), layers) if used else range(0)
     if rule == "pattern" or (rule == "none" and type(pattern) is int):
-        period = _whole(config, "sliding_window_pattern")
+        period = _first(config, PATTERNS)
         return [layer for layer in range(layers) if period and (layer + 1) % period]
     return {"all": range(layers), "even": range(0, layers, 2), "none": range(0)}[rule]
 
@@ -500,7 +519,7 @@ def _flat_fields(config: _Keys, family: Family, layers: Sequence[_Layer]) -> Fie
     """The fields of a shape beside its groups: those of its widest-reaching attention and of its experts."""
     attentions = [layer.attention for layer in layers if layer.attention and not layer.attention.shares_cache]
     if not attentions:
-        raise ValueError("no layer has attention with a cache of its own; such models are not supported")
+        raise ValueError("no layer has attention that caches keys and values; allowed: models with such layers")
     primary = min(attentions, key=lambda attention: attention.window_tokens is not None)
     windows = [layer.attention.window_tokens for layer in layers if layer.attention and layer.attention.window_tokens]
     routed = next((layer.mlp for layer in layers if layer.mlp and layer.mlp.experts), None)

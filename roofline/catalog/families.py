@@ -102,7 +102,8 @@ def executed_instead(architecture: object) -> str:
 
 # `model_type` of a model that has others inside, such as one of images and text: that of its `text_config`.
 INNER_TYPES = {
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
+    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "mistral3": "mistral", "kimi_k25": "kimi_k2",
 }  # fmt: skip
 

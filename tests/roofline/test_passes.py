@@ -89,6 +89,11 @@ LAYERED = {
     "glm4_moe": {**HEADS, **EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "cohere2": {"num_key_value_heads": 2, "sliding_window": 16, "num_hidden_layers": 4},
     "olmo3": {"num_key_value_heads": 2, "sliding_window": 16, "num_hidden_layers": 4},
+    "gemma4_unified_text": {**HEADS, "sliding_window": 16, "num_hidden_layers": 6},
+    "afmoe": {
+        **HEADS, **ROUTED, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 16, "num_hidden_layers": 4,
+    },
+    "hy_v3": {**HEADS, **ROUTED, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
 }  # fmt: skip
 LLAMA = load_shape("Llama-3.1-8B")
 
@@ -114,6 +119,7 @@ def test_layers_of_every_kind_have_the_parameters_of_transformers(name):
         "per_expert_scale",
         "layer_scalar",
         "indexer.k_norm",
+        "expert_bias",
     )
     counted = sum(
         torch.Size(value).numel() for key, value in shapes.items() if not any(part in key for part in left_out)

@@ -210,7 +210,12 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "odd", "conv_bias_size": 3}, "'odd' is not known, and of its keys conv_bias_size has no known"),
+        ({"model_type": "odd", "conv_bias_size": 3}, "'odd' is not known, and conv_bias_size has no known meaning"),
+        ({"model_type": "odd", "cross_attention_layers": [1]}, "'odd' is not known, and cross_attention_layers has no"),
+        (
+            {"model_type": "odd", "num_loops": 2, "mla_rank": 8, "attention_kind": "x"},
+            "num_loops, mla_rank, attention_kind have no known meaning",
+        ),
         (
             {"model_type": "odd", "hidden_act": "relu2"},
             "hidden_act 'relu2' does not say whether the MLP is gated",
@@ -228,7 +233,8 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
             {"model_type": "odd", "sliding_window": 64, "sliding_window_pattern": "LLLG"},
             "sliding_window_pattern must be a whole number",
         ),
-        ({"model_type": "odd", "layer_types": ["full_attention", "conv"]}, "layer_types must hold 2 of .*, not 'conv'"),
+        ({"model_type": "odd", "layer_types": ["full_attention", "conv"]}, "layer_types has 'conv'; allowed: full_"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; allowed: 2, one for each layer"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]; allowed: the name of a family"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": float("nan")}, "hidden_size must be a whole number"),
@@ -328,7 +334,8 @@ def test_the_language_model_of_a_model_of_images(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GEMMA))
     shape, known = load_shape(str(path)), load_shape("google/gemma-3-27b-it")
-    flat = replace(shape, name=known.name, source=known.source, groups=(), traits=known.traits)
+    flat = replace(shape, name=known.name, source=known.source, groups=(), traits=known.traits, note="")
+    assert shape.note == f"only the language model of {tmp_path.name} is counted, without its vision_config"
     assert flat == replace(known, groups=())
     assert [group.count for group in shape.groups] == [52, 10] and shape.group_of(5).indices[0] == 5
 
@@ -343,11 +350,15 @@ def test_gemmas_layers_by_type_and_by_pattern(tmp_path: Path) -> None:
 
 def test_an_unknown_family_is_read_by_its_keys_with_a_note_in_every_answer(tmp_path: Path) -> None:
     write_config(tmp_path, model_type="odd", hidden_act="silu", router_aux_loss_coef=0.1, attn_pdrop=0.1)
+    odd_keys = {"depth_multiplier": 2.0, "lambda_std_dev": 0.1, "vision_config": {"depth": 2}, "audio_config": {}}
     shape = load_shape(str(tmp_path))
     assert shape.parameters == small_shape().parameters
     assert shape.note == f"{tmp_path.name} was read by its fields; not checked against this architecture ('odd')"
     for backend in ("any", "vllm"):
         assert recommend(shape, "h200", 256, new_tokens=64, backend=backend).notes[0] == shape.note
+    noted = load_shape(str(write_config(tmp_path, model_type="odd", hidden_act="silu", **odd_keys))).note
+    beside = f"only the language model of {tmp_path.name} is counted, without its vision_config"
+    assert noted == f"{shape.note}; not read: depth_multiplier, lambda_std_dev; {beside}"
 
 
 @pytest.mark.parametrize(

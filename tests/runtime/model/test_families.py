@@ -58,6 +58,7 @@ FAMILIES = {
         "layer_types": TYPES, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128, "final_logit_softcapping": 3.0,
     },
+    "gemma4_unified_text": {"layer_types": TYPES, "rope_parameters": ROPES, "final_logit_softcapping": 3.0},
     "internlm3": {
         "attention_bias": True, "mlp_bias": True,
         "rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 1e4},
