@@ -234,30 +234,25 @@ def _draft_context(rows: Sequence[Row]) -> list[str]:
 
 def by_position(rows: Sequence[Row]) -> go.Figure:
     """Acceptance by position in a round at one ratio: sets chosen once a round grow stale (SpecAttn, Fig 4)."""
-    shown, figure = _shown_ratio(rows), go.Figure()
-    for row in rows:
-        if row["ratio"] in (shown, 1.0):
-            positions = list(range(1, 1 + len(row["by_position"])))
-            _line(figure, row, positions, row["by_position"])
-    title = f"Conditional acceptance by position, {shown:.0%} of the tokens"
-    return titled(figure, title, "position of the draft", ACCEPTANCE)
+    names = "Conditional acceptance by position", "position of the draft", ACCEPTANCE
+    return _at_one_ratio(rows, lambda shares: shares, *names)
 
 
 def by_gamma(rows: Sequence[Row]) -> go.Figure:
     """Share of accepted drafts over gamma, from the acceptance by position at one gamma (QuantSpec, Fig 9)."""
-    shown, figure = _shown_ratio(rows), go.Figure()
+    names = "Accepted share of drafts by gamma", "gamma", "accepted drafts / (gamma x rounds)"
+    return _at_one_ratio(rows, lambda shares: np.cumprod(shares).cumsum() / np.arange(1, 1 + len(shares)), *names)
+
+
+def _at_one_ratio(rows: Sequence[Row], values: Callable[[Any], Any], title: str, x: str, y: str) -> go.Figure:
+    """`values` of each draft's acceptance by position, at the ratio nearest to SHOWN_RATIO, and of all tokens."""
+    ratios = {row["ratio"] for row in rows if row["ratio"] < 1}
+    shown, figure = min(ratios, key=lambda ratio: abs(ratio - SHOWN_RATIO), default=1.0), go.Figure()
     for row in rows:
         if row["ratio"] in (shown, 1.0):
-            gammas = np.arange(1, 1 + len(row["by_position"]))
-            _line(figure, row, gammas.tolist(), (np.cumprod(row["by_position"]).cumsum() / gammas).tolist())
-    title = f"Accepted share of drafts by gamma, {shown:.0%} of the tokens"
-    return titled(figure, title, "gamma", "accepted drafts / (gamma x rounds)")
-
-
-def _shown_ratio(rows: Sequence[Row]) -> float:
-    """The ratio nearest to the one that is shown; 1 where all drafts read every token."""
-    ratios = {row["ratio"] for row in rows if row["ratio"] < 1}
-    return min(ratios, key=lambda ratio: abs(ratio - SHOWN_RATIO), default=1.0)
+            shares = np.array(row["by_position"])
+            _line(figure, row, list(range(1, 1 + len(shares))), values(shares).tolist())
+    return titled(figure, f"{title}, {shown:.0%} of the tokens", x, y)
 
 
 def by_ratio(rows: Sequence[Row]) -> go.Figure:

@@ -111,11 +111,9 @@ def _contour(
     """The line along which a figure has one value, where plans fit, on a dark edge. A nameless one has no legend."""
     z = np.where(plan_map.fits, values, np.nan).T
     at_level = {"type": "constraint", "operation": "=", "value": level}
-    edge = go.Contour(x=x, y=y, z=z, contours=at_level, line={"color": style.EDGE, "width": 6}, hoverinfo="skip",
-                      showlegend=False)  # fmt: skip
-    line = go.Contour(name=name, x=x, y=y, z=z, contours=at_level, line={"color": color, "width": 2.5},
-                      hoverinfo="skip", showlegend=bool(name))  # fmt: skip
-    return [edge, line]
+    line = go.Contour(x=x, y=y, z=z, contours=at_level, hoverinfo="skip", showlegend=False)
+    edge = go.Contour(line).update(line={"color": style.EDGE, "width": 6})
+    return [edge, line.update(name=name, line={"color": color, "width": 2.5}, showlegend=bool(name))]
 
 
 def _end_of_line(

@@ -255,11 +255,7 @@ def tune(
         print_json({
             "plan": tuning.plan.to_dict(),
             "steps": [step.to_dict() for step in tuning.steps],
-            "plain_ms": tuning.plain_ms,
-            "speedup": tuning.speedup,
-            "measured": tuning.measured,
-            "generations": tuning.generations,
-            "spread": tuning.spread,
+            **{name: getattr(tuning, name) for name in ("plain_ms", "speedup", "measured", "generations", "spread")},
             "rows": len(tuning.rows),
             "path": str(rows_path),
         })  # fmt: skip
@@ -269,14 +265,11 @@ def tune(
 
 def _rates(profile: str | None, required: bool) -> Profile | None:
     """A profile's rates, by default this machine's; None if these are not known and not required."""
-    if profile is not None:
-        return load_profile(profile)
-    try:
+    if profile is not None or required:
+        return load_profile(profile) if profile is not None else this_machine()
+    with contextlib.suppress(ProfileError):
         return this_machine()
-    except ProfileError:
-        if required:
-            raise
-        return None
+    return None
 
 
 def _announce(schedule: Schedule, shape: ModelShape, rates: Profile | None) -> None:

@@ -46,13 +46,8 @@ def breakdown_texts(row: ClassTime) -> tuple[str, ...]:
     """The cells of one class."""
     longest = sorted(row.kernels, key=lambda name: -row.kernels[name])
     names = ", ".join(f"{short_name(name)} {number(row.kernels[name])}" for name in longest)
-    return (
-        f"{row.part} {row.operation}",
-        f"{row.launches:.4g}",
-        number(row.measured_us),
-        number(row.predicted_us),
-        names if row.operation == "other" else "",
-    )
+    times = number(row.measured_us), number(row.predicted_us)
+    return f"{row.part} {row.operation}", f"{row.launches:.4g}", *times, names if row.operation == "other" else ""
 
 
 def short_name(kernel: str) -> str:
@@ -141,14 +136,10 @@ def executable_presets() -> list[str]:
 
 
 shared = opt.combine(
-    click.option(
-        "--model-shape",
-        required=True,
-        help="Large model whose sizes are run: a catalog name or a folder with a config.json.",
-    ),
-    click.option(
-        "--model", help="Small model that computes the tokens.  [default: the embedded SmolLM2-135M-Instruct]"
-    ),
+    click.option("--model-shape", required=True,
+                 help="Large model whose sizes are run: a catalog name or a folder with a config.json."),
+    click.option("--model",
+                 help="Small model that computes the tokens.  [default: the embedded SmolLM2-135M-Instruct]"),
     opt.prompt_file,
     click.option("--random-tokens", is_flag=True, help="Continue random tokens, which drafts predict badly."),
     click.option("--new-tokens", type=opt.POSITIVE_TOKENS, default=256, help="Tokens to generate."),
@@ -158,7 +149,7 @@ shared = opt.combine(
     click.option("--breakdown", is_flag=True, help="Show the time of each kernel in a round beside its prediction."),
     opt.json_output,
     opt.as_json,
-)
+)  # fmt: skip
 
 
 @command()

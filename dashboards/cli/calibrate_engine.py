@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_table, progress
 from ridgeplan.dashboards.files import locked, require_lockable, write_atomically
 from ridgeplan.planner.engines.formats import DTYPES, ENGINES
 from ridgeplan.planner.engines.measurements import EngineMeasurements, MeasuredStep, load_measurements, user_engine_path
@@ -76,10 +76,8 @@ def calibrate_engine(
         if target.exists():
             measured = merged(load_measurements(target), measured)
         write_atomically(target, measured.to_json())
-    if as_json:
-        print_json({"path": str(target), "rows": [vars(row) for row in rows]})
-    else:
-        _print(measured, rows, target)
+    document = {"path": str(target), "rows": [vars(row) for row in rows]}
+    print_answer(document, as_json, lambda: _print(measured, rows, target))
 
 
 def _connect(

@@ -10,7 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, wrapped, write_page
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_notes, print_table, wrapped, write_page
 from ridgeplan.dashboards.cli.table_file import write_table
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.queries.cost import LatencyLimits
@@ -88,10 +88,7 @@ def capacity(
         write_page(output, "capacity_page", result)
     else:
         write_table(output, result, result.to_dict())
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _print(result)
+    print_answer(result.to_dict(), as_json, lambda: _print(result))
 
 
 def _print(result: ServingCapacity) -> None:

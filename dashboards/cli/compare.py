@@ -166,11 +166,8 @@ def _print_costs(result: ServingCost) -> None:
     limited = result.limits != type(result.limits)()
     rows = [_cells(row, several, limited) for row in result.rows]
     print_notes(result.notes)
-    print_table(
-        "Cost (TTFT without queueing, last TTFT of the batch's last request; tokens/s and $ of one GPU)",
-        COST_COLUMNS,
-        rows,
-    )
+    explained = "TTFT without queueing, last TTFT of the batch's last request; tokens/s and $ of one GPU"
+    print_table(f"Cost ({explained})", COST_COLUMNS, rows)
     best = result.cheapest
     if best is None:
         echo("no batch fits and meets the limits; try larger limits, a shorter --ctx or another --gpu")
@@ -186,13 +183,9 @@ COST_COLUMNS = ("plan", "batch", "TTFT ms", "last TTFT", "TPOT ms", "tokens/s", 
 def _cells(row: CostRow, several: bool, limited: bool) -> tuple[str, ...]:
     """The cells under `COST_COLUMNS`. several: whether other rows have other GPUs; limited: whether limits are set."""
     name = f"{row.gpu} {short_name(row.name)}" if several else short_name(row.name)
-    verdict = (
-        ", ".join((*["meets"] * limited, *row.caveats)) or "fits"
-        if row.serves
-        else "does not fit"
-        if not row.fits
-        else f"misses {', '.join(row.misses)}"
-    )
+    verdict = f"misses {', '.join(row.misses)}" if row.fits else "does not fit"
+    if row.serves:
+        verdict = ", ".join((*["meets"] * limited, *row.caveats)) or "fits"
     return (
         name, f"{row.batch}", number(row.ttft_request_ms), number(row.ttft_ms),
         number(row.tpot_ms), number(row.tokens_per_s), number(row.peak_memory_bytes / GB),

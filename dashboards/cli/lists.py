@@ -9,7 +9,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, print_json, print_table, wrapped
+from ridgeplan.dashboards.cli.output import echo, print_answer, print_json, print_table, wrapped
 from ridgeplan.dashboards.cli.table_file import RowTable, write_table
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
@@ -63,11 +63,8 @@ def models(output: Path | None, as_json: bool) -> None:
         for shape in shapes
     ]  # fmt: skip
     write_table(output, RowTable("Models", values, Bars("parameters", "parameters"), ("name",)), values)
-    if as_json:
-        print_json(values)
-        return
     columns = ("model", "size", "layers", "heads/KV", "context", "runs", "notes")
-    print_table("Models", columns, map(_model_row, shapes))
+    print_answer(values, as_json, lambda: print_table("Models", columns, map(_model_row, shapes)))
 
 
 @command()
@@ -95,9 +92,6 @@ def gpus(template: bool, output: Path | None, as_json: bool) -> None:
     ]
     bandwidths = Bars("bandwidth_bytes_per_s", "memory bandwidth in bytes/s")
     write_table(output, RowTable("GPUs", values, bandwidths, ("name",)), values)
-    if as_json:
-        print_json(values)
-        return
     columns = ("GPU", "GB", "GiB", "TB/s", "TFLOP/s", "ridge", "host GB/s", "kernels", "calibration")
     rows = (
         (item.name, f"{item.memory_bytes / GB:.0f}", f"{item.memory_bytes / GIB:.0f}",
@@ -106,7 +100,8 @@ def gpus(template: bool, output: Path | None, as_json: bool) -> None:
          "shipped" if item.name in calibrated else "transferred")
         for item in list_hardware()
     )  # fmt: skip
-    print_table("GPUs (GiB as the driver reports them; ridge point in FLOP/byte)", columns, rows)
+    title = "GPUs (GiB as the driver reports them; ridge point in FLOP/byte)"
+    print_answer(values, as_json, lambda: print_table(title, columns, rows))
 
 
 @command()

@@ -57,11 +57,9 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 @click.option("--passages", type=int, default=4, help="Passages of the text.")
 @click.option("--tokens", type=int, default=128, help="Tokens to measure per passage.")
 @click.option(
-    "--long-output",
-    type=opt.TOKENS,
-    default=0,
+    "--long-output", type=opt.TOKENS, default=0,
     help="Tokens of the model's own output over which greedy agreement and recall are measured; 0 for none.",
-)
+)  # fmt: skip
 @click.option("--seed", type=int, default=0, help="Seed of the tasks.")
 @opt.retrieval_head
 @opt.yarn

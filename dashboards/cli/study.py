@@ -68,22 +68,16 @@ def deliver(
 @opt.tokens_after
 @click.option("--passages", type=click.IntRange(1, 1000), default=1, help="Prompts, spread over the text.")
 @click.option(
-    "--verification",
-    type=click.Choice(VERIFICATIONS),
-    default=SAMPLED,
+    "--verification", type=click.Choice(VERIFICATIONS), default=SAMPLED,
     help="How rounds go on: the model's tokens, and rejected drafts are dropped, or the text's own.",
-)
+)  # fmt: skip
 @drafter_options
 @opt.calibration_file
 @opt.retrieval_head
 @opt.yarn
 @opt.json_output
 @click.option("--resume", is_flag=True, help="Keep the rows of the output file and measure only the missing ones.")
-@click.option(
-    "--rows",
-    type=opt.OutputFile(),
-    help="Merge the acceptance of executable drafts and of drafters into this file.",
-)
+@click.option("--rows", type=opt.OutputFile(), help="Merge the acceptance of drafts that run into this file.")
 @opt.html_output
 @opt.as_json
 def drafts(

@@ -110,9 +110,7 @@ def draw_roofline(rows: Sequence[Row]) -> go.Figure:
 
 SPEED_CONTEXTS = tuple(1 << power for power in range(12, 18))
 TWO_GPUS_FROM = 65536  # tokens, as in Table 3
-DATASETS = (
-    "PG19, Llama-2", "Multi-LexSum, Llama-2", "InfiniteBench Sum, LWM", "Multi-LexSum, LWM",
-)  # fmt: skip
+DATASETS = ("PG19, Llama-2", "Multi-LexSum, Llama-2", "InfiniteBench Sum, LWM", "Multi-LexSum, LWM")
 
 
 def parts_rows(gpu: str, gamma: int) -> list[Row]:
@@ -134,11 +132,8 @@ def parts_rows(gpu: str, gamma: int) -> list[Row]:
 
 def attention_rows() -> list[Row]:
     """Table 4: one layer's attention."""
-    return [
-        row
-        for metric in ("attention_ms", "draft_attention_ms")
-        for row in table_rows("quantspec", "Table 4", metric)
-    ]  # fmt: skip
+    metrics = ("attention_ms", "draft_attention_ms")
+    return [row for metric in metrics for row in table_rows("quantspec", "Table 4", metric)]
 
 
 def gamma_rows(dataset: str, gpu: str) -> list[Row]:

@@ -5,7 +5,7 @@ Predicted for this package's own plans; docs/benchmarks/offload.md has measureme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +37,11 @@ FEWER_LENGTHS = LENGTHS[::3]
 WHOLE, ADAPTIVE = "whole cache on the GPU or on the host", "layers leave one by one (SpeContext)"
 
 
+MEMORY_LINES = (("whole_gib", "whole cache on the GPU (Eq 6)", SERIES[1]),
+                ("adaptive_gib", "layers leave one by one (Eq 7)", SERIES[0]),
+                ("capacity_gib", "memory of the GPU", RED))  # fmt: skip
+
+
 def memory_rows(gpu: str, requests: int, budget: int) -> list[Row]:
     """Eq 6 and Eq 7 over the sequence length, with the layers that Algorithm 2 puts on the host."""
     shape, hardware = load_shape(MODEL), load_hardware(gpu)
@@ -58,26 +63,21 @@ def memory_rows(gpu: str, requests: int, budget: int) -> list[Row]:
 
 def draw_memory(rows: Sequence[Row]) -> go.Figure:
     """Memory of both forms against the capacity, and below it the staircase of layers on the host."""
-    tokens = [row["tokens"] for row in rows]
-    shown = (("whole_gib", "whole cache on the GPU (Eq 6)", SERIES[1], "solid"),
-             ("adaptive_gib", "layers leave one by one (Eq 7)", SERIES[0], "solid"),
-             ("capacity_gib", "memory of the GPU", RED, "dash"))  # fmt: skip
-    lines = [
-        go.Scatter(name=name, x=tokens, y=[row[column] for row in rows], mode="lines",
-                   line={"color": color, "dash": dash})
-        for column, name, color, dash in shown
-    ]  # fmt: skip
-    first = rows[0]
-    figure = _above_staircase(lines, rows, "sequence")
+    figure, first = _above_staircase(rows, MEMORY_LINES, "sequence"), rows[0]
     figure.update_yaxes(title_text="GiB", range=[0, 1.6 * first["capacity_gib"]], row=1, col=1)
     return figure.update_layout(title=f"Memory of {MODEL.split('/')[1]}, {first['requests']} requests, {first['gpu']}")
 
 
-def _above_staircase(lines: Sequence[go.Scatter], rows: Sequence[Row], of: str) -> go.Figure:
-    """Lines over the tokens of a sequence or a prompt, and below them the staircase of layers on the host."""
+def _above_staircase(rows: Sequence[Row], lines: Iterable[tuple[str, str, str]], of: str) -> go.Figure:
+    """Columns of the rows over the tokens of a sequence or a prompt, above the staircase of layers on the host.
+
+    lines: column, name and colour of each.
+    """
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    figure.add_traces(lines, 1, 1)
     tokens = [row["tokens"] for row in rows]
+    for column, name, color in lines:
+        figure.add_scatter(name=name, x=tokens, y=[row[column] for row in rows], mode="lines", line_color=color,
+                           line_dash="dash" if color == RED else "solid", row=1, col=1)  # fmt: skip
     stairs = go.Scatter(name="layers on the host", x=tokens, y=[row["layers_on_host"] for row in rows], mode="lines",
                         line={"color": SERIES[2], "shape": "hv"})  # fmt: skip
     figure.add_trace(stairs, 2, 1)
@@ -145,13 +145,8 @@ def placement_rows(gpu: str, batch: int, memory_gb: int) -> list[Row]:
 
 def draw_placement(rows: Sequence[Row]) -> go.Figure:
     """Both times as lines, above the staircase of layers on the host."""
-    tokens, first = [row["tokens"] for row in rows], rows[0]
-    lines = [
-        go.Scatter(name=name, x=tokens, y=[row[column] for row in rows], mode="lines", line={"color": color})
-        for column, name, color in LINES
-    ]
+    figure, first = _above_staircase(rows, LINES, "prompt"), rows[0]
     size = f"batch {first['batch']}, {first['memory_gb']} GB of {first['gpu']}"
-    figure = _above_staircase(lines, rows, "prompt")
     figure.update_yaxes(title_text="ms per token", type="log", row=1, col=1)
     return figure.update_layout(title=f"{PLACEMENT_MODEL.split('/')[1]}, INT8 KV, {size}")
 
