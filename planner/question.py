@@ -404,7 +404,7 @@ def ask(
     options = executed_by_engine(options) if options.several_gpus else options
     workload = workload_for(shape, profile, tokens(context), options.new_tokens, options.batch, yarn=options.yarn)
     workload = options.described(workload)
-    this_machine = gpu == "auto" and options.profile is None
+    this_machine = gpu == "auto" and not isinstance(options.profile, (str, Path))  # what a program measured is of here
     return Question.of(shape, profile, workload, options, this_machine=this_machine)
 
 

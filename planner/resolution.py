@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -85,18 +86,25 @@ class NotCalibrated(ProfileError):
     """This machine is neither calibrated nor in the catalog."""
 
 
-def this_machine() -> Profile:
+def this_machine(threads: int | None = None) -> Profile:
     """The profile of this machine, with the rows that `ridgeplan acceptance` saved.
 
-    Raises NotCalibrated where there is none, and ProfileError for a damaged one.
+    threads: as for `profile_path`. Raises NotCalibrated where there is none, and ProfileError for a damaged one.
     """
-    return with_rows(_calibrated())
+    return with_rows(_calibrated(threads))
 
 
-def _calibrated() -> Profile:
-    saved_path = existing_path(str(user_profile_path()))
-    if saved_path:
-        return load_profile(saved_path)
+def profile_path(threads: int | None = None) -> Path:
+    """The file of this machine's calibration; of one with fewer `threads` than all of a CPU, a file beside it."""
+    path = user_profile_path()
+    return path if threads is None else path.with_stem(f"{path.stem}-{threads}-threads")
+
+
+def _calibrated(threads: int | None = None) -> Profile:
+    fewer = () if threads else range(os.cpu_count() or 1, 0, -1)  # which say more of a CPU than nothing
+    for count in (threads, *fewer):
+        if saved := existing_path(str(profile_path(count))):
+            return load_profile(saved)
     name = detect_hardware()
     if name is None:
         raise NotCalibrated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.calibrate_engine import calibrate_engine
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress
+from ridgeplan.dashboards.cli.threads import limit_threads
 from ridgeplan.dashboards.files import FileProblem, locked, require_lockable, require_writable, write_atomically
 from ridgeplan.planner.engines.measurements import WEIGHTS
-from ridgeplan.planner.resolution import NotCalibrated, this_machine
-from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
+from ridgeplan.planner.resolution import NotCalibrated, profile_path, this_machine
+from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.validate.calibration.noise import NoiseCheck, require_plausible
 
 if TYPE_CHECKING:
@@ -55,7 +57,9 @@ def calibrate(
     Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4; --quick
     takes the quieter half of the readings instead, if these differ by at most half, and widens the bands. On a CPU, all
     kernel classes are read again after the others, as other programs may slow all readings of a class alike, and scaled
-    so that whole rounds of a model take what was measured.
+    so that whole rounds of a model take what was measured. Beside other programs, this command, demo, run, chat and
+    serve compute with as many threads as cores are free, unless OMP_NUM_THREADS says how many. Each number of threads
+    has a calibration of its own.
 
     With --engine, the decode steps of vLLM (in this process) or of any running OpenAI-compatible server are measured in
     minutes: their profile is what `plan`, `cost`, `compare`, `sweep`, `fit` and `export` then use for that engine.
@@ -81,12 +85,13 @@ def calibrate(
     if only and samples:
         raise click.UsageError("--samples needs all kernel classes; allowed: without --only")
     if refit:
-        profile, noise = _refitted(refit, output), NoiseCheck()
+        path = output or profile_path()
+        profile, noise = _refitted(refit, path), NoiseCheck()
     else:
-        profile, noise = calibrate_with_progress(quick, output, allow_noisy, only, samples)
+        path = output or profile_path(limit_threads())
+        profile, noise = calibrate_with_progress(quick, path, allow_noisy, only, samples)
     if as_json:
-        path = str(output or user_profile_path())
-        print_json({"path": path, "noise": noise.spreads, "profile": json.loads(profile.to_json())})
+        print_json({"path": str(path), "noise": noise.spreads, "profile": json.loads(profile.to_json())})
         return
     hardware = profile.hardware
     echo(
@@ -100,12 +105,11 @@ def calibrate(
           f"{rates.spread:.0%}", f"{noise.spreads[name]:.1%}" if name in noise.spreads else "", rates.source)
          for name, rates in profile.classes.items()),
     )  # fmt: skip
-    echo(f"saved to {output or user_profile_path()}")
+    echo(f"saved to {path}")
 
 
-def _refitted(samples: Path, output: Path | None) -> Profile:
+def _refitted(samples: Path, target: Path) -> Profile:
     """The profile that is there, fitted to samples again and saved in its place."""
-    target = output or user_profile_path()
     require_lockable(target)
     from ridgeplan import validate
     from ridgeplan.validate.calibration.calibrate import refit
@@ -116,17 +120,40 @@ def _refitted(samples: Path, output: Path | None) -> Profile:
     return profile
 
 
-def calibrate_if_unknown() -> None:
-    """Measures this machine quickly where it is neither calibrated nor in the catalog, with a note on stderr."""
-    try:
-        this_machine()
-    except NotCalibrated:
-        echo("note: this machine is neither calibrated nor in the catalog: it is measured now, once", err=True)
-        calibrate_with_progress(quick=True, output=None, allow_noisy=True)
+def machine_profile(given: Profile | None = None) -> tuple[Profile, Path | None]:
+    """The profile to compute with here: `given`, else this machine's, which is measured now, quickly, if none is known.
+
+    It chooses the number of threads: fewer than all have a calibration of their own. The path is the new file's; a
+    calibration that other programs disturbed is not kept.
+    """
+    threads = limit_threads()
+    with suppress(NotCalibrated):
+        profile = given or this_machine(threads)
+        other = other_threads(profile)
+        if other:
+            echo(f"note: {other}{', so predictions do not hold' if given else ''}", err=True)
+        if given or not other:
+            return profile, None
+    echo("note: this machine is neither calibrated nor in the catalog; measuring it now, once", err=True)
+    path = profile_path(threads)
+    profile, _ = calibrate_with_progress(quick=True, target=path, allow_noisy=True)
+    if profile.disturbed:
+        path.unlink(missing_ok=True)
+        echo("note: this calibration is not kept, as other programs disturbed it", err=True)
+    return profile, path
+
+
+def other_threads(profile: Profile) -> str:
+    """What it means that a CPU's profile is of another number of threads than torch computes with; else empty."""
+    import torch
+
+    threads, measured = torch.get_num_threads(), profile.hardware.num_sms
+    differs = profile.hardware.kind == "cpu" and measured != threads
+    return f"the calibration is of another number of threads, {measured}, than this process's, {threads}" * differs
 
 
 def calibrate_with_progress(
-    quick: bool, output: Path | None, allow_noisy: bool, only: Sequence[str] = (), samples: Path | None = None
+    quick: bool, target: Path, allow_noisy: bool, only: Sequence[str] = (), samples: Path | None = None
 ) -> tuple[Profile, NoiseCheck]:
     """The profile of this machine, measured with a progress bar and saved, and how noisy its classes were.
 
@@ -134,11 +161,12 @@ def calibrate_with_progress(
     what was measured.
     Raises FileProblem, and NoisyMachine unless that is allowed; ProfileError where there is no profile to start from.
     """
-    target = output or user_profile_path()
     require_lockable(target)
     if samples:
         require_writable(samples)
     base = load_profile(target) if only else None
+    if base is not None and (other := other_threads(base)):
+        raise click.UsageError(f"{other}; allowed: --only with as many (OMP_NUM_THREADS sets them)")
     from ridgeplan import validate
     from ridgeplan.validate.calibration.calibrate import merge_recalibrated
 

@@ -13,17 +13,16 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.calibrate import calibrate_with_progress
+from ridgeplan.dashboards.cli.calibrate import machine_profile
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
 from ridgeplan.dashboards.cli.output import echo, print_bars, print_json, progress_bars, wrapped
 from ridgeplan.dashboards.cli.plan import answer_lines
-from ridgeplan.dashboards.cli.run import misfit_note, statistics_dict
+from ridgeplan.dashboards.cli.run import report_misfit, statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
 from ridgeplan.planner.quantities import time_text
-from ridgeplan.planner.resolution import NotCalibrated, this_machine
-from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile
 
 if TYPE_CHECKING:
     from ridgeplan.validate.comparison import Comparison
@@ -52,7 +51,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
       ridgeplan demo --json
     """
     source = embedded_or(None)
-    profile, measured_now = saved_or_quick_profile()
+    profile, measured = machine_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
         how_much = f"`ridgeplan plan {EMBEDDED_MODEL} --gpu auto --ctx {context} --all` shows how much"
@@ -60,10 +59,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     plans = plans_to_run(recommendation)
     results = execute(plans, source, profile)
     titled = list(zip(plans.values(), results.runs, strict=True))
-    note = misfit_note(results.runs[0].comparison, profile)
-    if dropped := bool(note) and measured_now:
-        user_profile_path().unlink(missing_ok=True)
-        note = f"{note}; what this demo calibrated is not kept"
+    dropped = report_misfit(results.runs[0].comparison, profile, measured)
     if as_json:
         runs = [run_dict(title, run) for title, run in titled]
         print_json({"recommendation": recommendation.to_dict(), "runs": runs, "in_turns": results.in_turns})
@@ -74,17 +70,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
         print_comparison(title, run.comparison)
     print_bars("Time per token", time_bars([(title, run.comparison) for title, run in titled]))
     note_order(results.in_turns)
-    if note:
-        echo(wrapped(f"note: {note}"))
     echo(f"\nNext:\n{CALIBRATE if dropped else ''}{NEXT}")
-
-
-def saved_or_quick_profile() -> tuple[Profile, bool]:
-    """This machine's saved profile, or its GPU's in the catalog, and whether it was measured now, without either."""
-    try:
-        return this_machine(), False
-    except NotCalibrated:
-        return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0], True
 
 
 def time_bars(compared: Iterable[tuple[str, Comparison]]) -> Iterator[tuple[str, str, float, str]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ridgeplan.dashboards.cli import options as opt
+from ridgeplan.dashboards.cli.calibrate import machine_profile
 from ridgeplan.dashboards.cli.model_inputs import (
     calibration_tokens,
     embedded_or,
@@ -17,6 +20,7 @@ from ridgeplan.dashboards.cli.model_inputs import (
 )
 from ridgeplan.dashboards.cli.output import echo, progress
 from ridgeplan.dashboards.cli.run_inputs import PlanOrModel, model_id, plan_for_run
+from ridgeplan.dashboards.cli.threads import limit_threads
 from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.quality import Quality, QualityFloor, parse_quality
@@ -111,6 +115,16 @@ class EngineRequest:
         return None if self.profile is None else load_profile(self.profile)
 
     @cached_property
+    def machine(self) -> tuple[Profile | None, Path | None]:
+        """As `machine_profile` returns it; a PLAN needs rates only where its gamma adapts itself."""
+        if self.saved is None or self.saved.plan.speculation.adaptive:
+            return machine_profile(self.rates)
+        limit_threads()
+        with suppress(NotCalibrated):
+            return self.rates or this_machine(), None
+        return None, None
+
+    @cached_property
     def shape(self) -> ModelShape:
         """MODEL's."""
         return load_shape(str(self.given))
@@ -127,12 +141,13 @@ class EngineRequest:
         """
         from ridgeplan.runtime.loading import require_described
 
+        profile, _ = self.machine
         if self.saved is not None:
             plan = self.saved.plan
         else:
             search = SearchOptions(
                 batch=self.batch or 1, new_tokens=new_tokens, quality=self.quality or Quality.NEAR_LOSSLESS,
-                memory_utilization=self.memory_utilization, profile=self.rates, drafter_head=self.drafter_head,
+                memory_utilization=self.memory_utilization, profile=profile, drafter_head=self.drafter_head,
             )  # fmt: skip
             plan = plan_for_run(str(self.given), context, search)
         require_described(plan, self.source, self.memory_utilization)
@@ -147,7 +162,7 @@ class EngineRequest:
             engine = runtime.load(
                 plan, self.source, calibration=calibration,
                 memory_utilization=self.memory_utilization, retrieval_head=self.retrieval_head,
-                drafter_head=self.drafter_head, profile=self.rates, on_progress=on_progress,
+                drafter_head=self.drafter_head, profile=self.machine[0], on_progress=on_progress,
             )  # fmt: skip
         if note := self._other_machine(plan.workload.hardware):  # after all that may be an error
             echo(f"note: {note}", err=True)
@@ -155,10 +170,8 @@ class EngineRequest:
 
     def _other_machine(self, planned: str) -> str | None:
         """That PLAN was made for another machine than this one; None where it was not."""
-        try:
-            here = (self.rates or this_machine()).hardware.name
-        except NotCalibrated:
-            here = "this machine, which is not calibrated,"
+        profile, _ = self.machine
+        here = profile.hardware.name if profile else "this machine, which is not calibrated,"
         if self.saved is None or here == planned:
             return None
         return f"the plan was made for {planned}, but {here} executes it, so its predictions do not hold"

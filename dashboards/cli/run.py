@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +19,6 @@ from ridgeplan.dashboards.cli.model_inputs import check_request
 from ridgeplan.dashboards.cli.output import echo, print_json
 from ridgeplan.dashboards.cli.run_inputs import CONTEXT_STEP, PromptInput, planned_context, prompt_inputs, token_ids
 from ridgeplan.planner.quantities import size_text, time_text
-from ridgeplan.planner.resolution import this_machine
 
 if TYPE_CHECKING:
     from ridgeplan.roofline.catalog.profile import Profile
@@ -146,10 +146,9 @@ def run(
         })  # fmt: skip
     else:
         echo(f"\n\n{summary(engine.statistics)}\n{startup}")
-        if request.saved is None and engine.statistics.rounds >= TELLING_ROUNDS:
-            profile = request.rates or this_machine()
-            if note := misfit_note(compare(engine.plan, engine, profile=profile), profile):
-                echo(f"note: {note}", err=True)
+        profile, measured = request.machine
+        if request.saved is None and profile and engine.statistics.rounds >= TELLING_ROUNDS:
+            report_misfit(compare(engine.plan, engine, profile=profile), profile, measured)
         if not answer.text and not inputs[0].messages:
             echo("note: the model ended the text at once; with --chat it answers the prompt as a message", err=True)
 
@@ -172,6 +171,19 @@ def answers(
                 "index": index, **name, "text": text, "finish_reason": answer.finish_reason,
                 "prompt_tokens": len(ids[index]), "tokens": tokens,
             }  # fmt: skip
+
+
+def report_misfit(compared: Comparison, profile: Profile, measured: Path | None) -> bool:
+    """Says on stderr that decoding takes another time than the profile says. `measured`, its new file, is not kept.
+
+    Whether it removed that file.
+    """
+    note = misfit_note(compared, profile)
+    if dropped := note is not None and measured is not None:
+        measured.unlink(missing_ok=True)
+    if note:
+        echo(f"note: {note}{'; the calibration is not kept' * dropped}", err=True)
+    return dropped
 
 
 def misfit_note(compared: Comparison, profile: Profile) -> str | None:

@@ -14,7 +14,6 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.calibrate import calibrate_if_unknown
 from ridgeplan.dashboards.cli.model_inputs import model_tokenizer, opening_tokens, prompt_text
 from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.planner import Plan, SearchOptions
@@ -181,12 +180,7 @@ def _line(line: str, where: str) -> PromptInput:
 
 
 def plan_for_run(model: str, context: int, search: SearchOptions) -> Plan:
-    """The fastest plan that runs a model on this machine; a note on stderr names it.
-
-    A machine that nothing is known of is measured first. Raises NoisyMachine, and what `recommend` raises.
-    """
-    if search.profile is None:
-        calibrate_if_unknown()
+    """The fastest plan that runs a model on this machine; a note on stderr names it. Raises as `recommend` does."""
     recommendation = planner.recommend(model, "auto", context, search)
     workload, predicted = recommendation.plan.workload, recommendation.predicted
     echo(

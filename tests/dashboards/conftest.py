@@ -34,6 +34,12 @@ def recommendation(profile: Profile) -> Recommendation:
     return planner.recommend(MODEL, "h200", CONTEXT, profile=profile)
 
 
+@pytest.fixture(autouse=True)
+def no_busy_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the number of threads apart from what else the machine does."""
+    monkeypatch.setattr("ridgeplan.dashboards.cli.threads.STATISTICS", Path("nowhere"))
+
+
 @pytest.fixture
 def only_profile(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> Profile:
     """The test's profile as the only one that the package ships."""

@@ -10,6 +10,8 @@ import pytest
 from suite_results import REPORT, ROW
 
 from ridgeplan.dashboards.cli import demo, output
+from ridgeplan.dashboards.cli.calibrate import machine_profile
+from ridgeplan.dashboards.cli.run import misfit_note
 from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, save_profile, user_profile_path
 from ridgeplan.runtime import load
@@ -187,11 +189,11 @@ def test_demo_calibrates_only_once_and_notes_noise(
     measured_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo.saved_or_quick_profile() == (measured_profile, True)
+    assert machine_profile() == (measured_profile, user_profile_path())
     assert "kernel classes differ by up to 25%" in capsys.readouterr().err
     assert load_profile(tmp_path / "ridgeplan" / "profile.json") == measured_profile
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
-    assert demo.saved_or_quick_profile() == (measured_profile, False)
+    assert machine_profile() == (measured_profile, None)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -201,12 +203,13 @@ def test_demo_drops_a_calibration_of_its_own_that_plain_decoding_refutes(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: tiny_folder)
-    monkeypatch.setattr(demo, "misfit_note", lambda *_: "plain decoding took 9x the time")
+    monkeypatch.setattr("ridgeplan.dashboards.cli.run.misfit_note", lambda *_: "plain decoding took 9x the time")
     if known:
         save_profile(measured_profile, user_profile_path())
-    shown = " ".join(invoke("demo", "--context", 160, "--new-tokens", 6).stdout.split())
-    assert "note: plain decoding took 9x the time" in shown
-    assert ("what this demo calibrated is not kept" in shown) == (not known)
+    result = invoke("demo", "--context", 160, "--new-tokens", 6)
+    shown, notes = (" ".join(text.split()) for text in (result.stdout, result.stderr))
+    assert "note: plain decoding took 9x the time" in notes
+    assert ("plain decoding took 9x the time; the calibration is not kept" in notes) == (not known)
     assert ("Next: ridgeplan calibrate --quick" in shown) == (not known)
     assert user_profile_path().exists() == known
 
@@ -216,8 +219,8 @@ def test_demo_takes_the_profile_of_a_gpu_in_the_catalog(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h100-sxm")
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
-    profile, measured_now = demo.saved_or_quick_profile()
-    assert (profile.hardware.name, measured_now) == ("h100-sxm", False)
+    profile, measured = machine_profile()
+    assert (profile.hardware.name, measured) == ("h100-sxm", None)
 
 
 def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
@@ -407,5 +410,5 @@ def test_a_demo_says_where_the_calibration_does_not_hold(
     profile: Any, measured_ms: float, spread: float, words: str | None
 ) -> None:
     rows = (ComparisonRow("tpot", "ms", 10.0, measured_ms),)
-    note = demo.misfit_note(Comparison("autoregressive", 64, 8, 1, "calibrated", rows, spread), profile)
+    note = misfit_note(Comparison("autoregressive", 64, 8, 1, "calibrated", rows, spread), profile)
     assert (note is None) if words is None else words in str(note)
