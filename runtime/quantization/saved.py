@@ -33,6 +33,7 @@ from ridgeplan.roofline.catalog.files import NoHomeFolder
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.model.experts import ListedExperts, RoutedMLP, StackedExperts
+from ridgeplan.runtime.model.gguf import MANIFEST
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight, Mxfp4
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, ParallelNorm, RMSNorm
@@ -99,15 +100,26 @@ def weights_path(
         folder = user_files.quantized_folder()
     except NoHomeFolder:
         return None
-    files = sorted(Path(source).iterdir())
-    status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     # torch's layout of 4-bit weights for CPUs is its own: it depends on their instructions, and may on its version.
     library = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     layout = library if device.type == "cpu" else device.type
     tokens = b"" if text is None else text.tokens.cpu().numpy().tobytes()
-    identity = repr((VERSION, str(Path(source).resolve()), status, str(dtype), layout, target, drafts))
+    identity = repr((VERSION, _contents(Path(source).resolve()), str(dtype), layout, target, drafts))
     digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape") + tokens).hexdigest()[:24]
     return folder / f"{target.bits}-bit-{digest}.safetensors"
+
+
+def _contents(source: Path) -> tuple[str, list[tuple[Any, ...]]]:
+    """What tells a model's folder from others: its path and its files' sizes and times.
+
+    That of a GGUF file has a name and checksums by the file's content instead, so that an identical file, which is
+    converted again elsewhere or after its folder was removed, is not fitted again.
+    """
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        written = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
+        return source.name, sorted((name, size, checksum) for name, (size, _, checksum) in written.items())
+    status = [(file.name, file.stat()) for file in sorted(source.iterdir()) if file.is_file()]
+    return str(source), [(name, at.st_size, at.st_mtime_ns) for name, at in status]
 
 
 def read_saved(path: Path, device: torch.device, shared: DecoderWeights | None = None) -> DecoderWeights | None:

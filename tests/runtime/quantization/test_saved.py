@@ -10,6 +10,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime import loading
+from ridgeplan.runtime.model.gguf import MANIFEST
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import saved
 from ridgeplan.runtime.quantization.calibration import CalibrationText
@@ -145,6 +146,21 @@ def test_other_files_formats_and_texts_have_files_of_their_own(tmp_path):
     assert paths() == before
     os.utime(model, ns=(1, 1))
     assert not paths() & before
+
+
+def test_a_gguf_file_that_is_converted_again_keeps_its_fitted_weights(tmp_path):
+    """Its folder's name says the file's content, and the manifest the checksums of what was written."""
+
+    def path(cache, checksum, name="gguf-model-0123"):
+        folder = tmp_path / cache / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").write_bytes(b"1")
+        modified_ns = len(cache)
+        (folder / MANIFEST).write_text(json.dumps({"model.safetensors": (1, modified_ns, checksum)}))
+        return saved.weights_path(str(folder), torch.float32, CPU, WeightFormat(8, 64), None)
+
+    assert path("first", 7) == path("another", 7)
+    assert len({path("first", 7), path("first", 8), path("first", 7, "gguf-model-4567")}) == 3
 
 
 @pytest.mark.parametrize(("device", "shared"), [("cpu", False), ("cuda", True)])
