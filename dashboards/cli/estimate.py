@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_table, wrapped
+from ridgeplan.dashboards.cli.groups import ThoroughCommand, command
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_table, wrapped
 from ridgeplan.dashboards.cli.table_file import write_plan
 from ridgeplan.dashboards.files import write_json
 from ridgeplan.planner import PRESETS, Prediction, SearchOptions
@@ -37,7 +38,7 @@ from ridgeplan.roofline.plan.presets import describe, short_name
 from ridgeplan.roofline.plan.support import Backend, only_estimated, unsupported
 
 
-class PresetCommand(click.Command):
+class PresetCommand(ThoroughCommand):
     """A command that names --preset where a preset follows MODEL without it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -51,6 +52,9 @@ class PresetCommand(click.Command):
                 raise
             allowed = f"--preset {presets[0]}"
             raise click.UsageError(f"{presets[0]!r} is a preset, not a model; allowed: {allowed}", ctx) from error
+
+
+OF_WORKLOAD = ("preset", "ctx", "max_model_len", "batch", "new_tokens", "yarn", *opt.DRAFTING)
 
 
 @command(cls=PresetCommand)
@@ -88,34 +92,31 @@ def estimate(
       ridgeplan estimate --plan plan.json --gpu h100
     """
     if plan is not None:
-        result = _of_plan(plan, model, preset, gamma, adaptive, rest)
+        result = _of_plan(plan, model, gamma, adaptive, rest)
     else:
         result = _of_preset(model, preset, gamma, adaptive, rest)
     question = result.question
-    write_plan(output, result, lambda: plan_json(result.plan, question.shape, question.profile))
+    backend = question.options.backend
+    write_plan(output, result, lambda: plan_json(result.plan, question.shape, question.profile, backend))
     write_json(trace, chrome_trace(result.predicted))
     print_answer(result.to_dict(), as_json, lambda: _print(result))
 
 
 def _of_plan(
-    saved: SavedPlan, model: str | None, preset: str | None, gamma: int | None, adaptive: bool, rest: dict[str, Any]
+    saved: SavedPlan, model: str | None, gamma: int | None, adaptive: bool, rest: dict[str, Any]
 ) -> PlanEstimate:
     """The estimate of a saved plan, for another model or GPU where one is given."""
-    of_workload = {
-        f"--{name.replace('_', '-')}": rest[name] for name in ("ctx", "max_model_len", "batch", "new_tokens")
-    }
-    of_text = {"--text": rest["text"], "--acceptance-length": rest["acceptance_length"] or None}
-    of_text |= {"--drafter": rest["drafter"], "--drafter-head": rest["drafter_head"]}
-    for option, value in {"--preset": preset, "--yarn": rest["yarn"] or None, **of_text, **of_workload}.items():
-        if value is not None:
+    source = click.get_current_context().get_parameter_source
+    for name in OF_WORKLOAD:
+        if source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{option} cannot be combined with --plan, which has its own workload")
     shape, profile = saved.resolve(model, rest["gpu"], rest["profile"], rest["acceptance"])
     plan = with_gamma(saved.on(shape, profile), gamma, adaptive=adaptive)
     if rest["acceptance"]:
         plan = replace(plan, workload=with_drafter_rows(plan.workload, rest["acceptance"]))
-    options = SearchOptions(
-        **{name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory", "routing_skew")}
-    )
+    sizes = {name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory", "routing_skew")}
+    options = SearchOptions(**sizes, backend=saved.backend)
     return estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
 
 
@@ -127,12 +128,9 @@ def _of_preset(
     new_tokens = opt.DEFAULT_NEW_TOKENS if new_tokens is None else new_tokens
     if not (model and preset and rest["gpu"] and (ctx, limit) != (None, None)):
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or else --plan FILE")
-    degrees = ("gpus", "tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")
-    of_text = ("text", "acceptance_length", "drafter", "drafter_head")
-    limits = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "routing_skew", "yarn")
-    copied = (*limits, *of_text, *degrees)
     batch = 1 if rest["batch"] is None else rest["batch"]
-    options = SearchOptions(batch=batch, new_tokens=new_tokens, **{name: rest[name] for name in copied})
+    given = {name: rest[name] for name in vars(SearchOptions()) if name in rest}
+    options = SearchOptions(**given | {"batch": batch, "new_tokens": new_tokens})
     context = opt.context_of(ctx, limit, new_tokens)
     return planner.estimate(model, rest["gpu"], context, preset=preset, gamma=gamma, adaptive=adaptive, options=options)
 
@@ -179,11 +177,11 @@ LONGEST_OPERATIONS = 5  # operations of the target's pass that are named
 
 @command()
 @click.argument("subject", metavar="PLAN.json|TERM", nargs=-1, required=True)
-@opt.backend
+@opt.chosen_backend(None, "the plan's own")
 @opt.memory_utilization
 @opt.memory_limit
 @opt.as_json
-def explain(subject: tuple[str, ...], as_json: bool, **search: Any) -> None:
+def explain(subject: tuple[str, ...], backend: str | None, as_json: bool, **search: Any) -> None:
     """Explain where the time and memory of a plan file go, or what a term, a preset or a source means.
 
     Examples:
@@ -195,17 +193,16 @@ def explain(subject: tuple[str, ...], as_json: bool, **search: Any) -> None:
     term = " ".join(subject)
     if Path(term).suffix != ".json":
         meaning = meaning_of(term)
-        print_json({"term": term, "meaning": meaning}) if as_json else echo(wrapped(meaning))
+        print_answer({"term": term, "meaning": meaning}, as_json, lambda: echo(wrapped(meaning)))
         return
     saved = opt.SavedPlanFile().convert(term, None, None)
     shape, profile = saved.resolve()
     plan = saved.on(shape, profile)
-    result = estimate_plan(plan, Question.of(shape, profile, plan.workload, SearchOptions(**search)))
-    if as_json:
-        predictions = {"predicted": result.predicted.to_dict(), "baseline": result.baseline.to_dict()}
-        print_json({"plan": plan.to_dict(), **predictions})
-        return
-    echo("\n".join(map(wrapped, _lines(result))))
+    options = SearchOptions(**search, backend=Backend(backend or saved.backend))
+    result = estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
+    predictions = {"predicted": result.predicted.to_dict(), "baseline": result.baseline.to_dict()}
+    document = {"plan": plan.to_dict(), **predictions}
+    print_answer(document, as_json, lambda: echo("\n".join(map(wrapped, _lines(result)))))
 
 
 def _lines(result: PlanEstimate) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
 HERE = "ridgeplan.dashboards.cli"
@@ -34,11 +35,25 @@ class ThoroughCommand(click.Command):
                     param.handle_parse_result(ctx, given, [])
                 except click.BadParameter as error:
                     mistakes.append(error.format_message())
+            mistakes += _planner_mistakes(ctx)
             if len(mistakes) == 1:
                 raise
         from ridgeplan.roofline.catalog.validation import numbered  # which --help does without
 
         raise click.UsageError(numbered(mistakes), ctx)
+
+
+def _planner_mistakes(ctx: click.Context) -> Sequence[str]:
+    """What the planner says of the options that click could parse, of commands whose options are the planner's."""
+    from ridgeplan.planner import SearchOptions
+
+    source, known = ctx.get_parameter_source, vars(SearchOptions()) if "memory_utilization" in ctx.params else ()
+    given = {name: value for name, value in ctx.params.items() if source(name) is ParameterSource.COMMANDLINE}
+    try:
+        SearchOptions(**{name: given[name] for name in known if name in given})
+    except ValueError as error:
+        return getattr(error, "mistakes", (str(error),))
+    return ()
 
 
 def command(name: str | None = None, *, cls: type[click.Command] = ThoroughCommand, **settings: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from ridgeplan.dashboards.cli.groups import ThoroughCommand
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.files import FileProblem, is_writable
 from ridgeplan.planner import Plan, Prediction, quantities
@@ -181,7 +182,7 @@ def listed(name: str, kind: Any, text: str, default: Any = ()) -> Any:
     return click.option(name, type=kind, multiple=True, default=default, help=text)
 
 
-class ListCommand(click.Command):
+class ListCommand(ThoroughCommand):
     """A command whose `multiple` options are lists: they take every value up to the next option, also with commas."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -264,10 +265,15 @@ kv_format = click.option(
     "--kv-cache-dtype", "kv_format", type=click.Choice([*KV_NAMES]), default="auto",
     callback=lambda ctx, param, value: KV_NAMES[value], help="Consider only plans with this KV-cache format.",
 )  # fmt: skip
-backend = click.option(
-    "--backend", type=click.Choice([*map(str, Backend)]), default="ridgeplan",
-    help="Engine that will run the plan; any includes plans that no engine runs yet.",
-)  # fmt: skip
+
+
+def chosen_backend(default: str | None, otherwise: str = "") -> Callable[[Command], Command]:
+    """The option --backend. otherwise: what stands for a default that is None."""
+    text = "Engine that will run the plan; any includes plans that no engine runs yet."
+    text += f"  [default: {otherwise}]" if otherwise else ""
+    return click.option("--backend", type=click.Choice([*map(str, Backend)]), default=default, help=text)
+
+
 engine_profile = click.option(
     "--engine-profile", metavar="FILE",
     help="Measured steps of the --backend, written by `ridgeplan calibrate --engine`.  [default: the saved ones]",
@@ -283,7 +289,7 @@ parallel = combine(
     click.option("--ep/--no-ep", "--enable-expert-parallel/--no-enable-expert-parallel", "expert_parallel",
                  default=None, help="Whole experts on a GPU, or slices of all.  [default: the faster]"),
 )  # fmt: skip
-limits = combine(quality, kv_format, backend, engine_profile, parallel)
+limits = combine(quality, kv_format, chosen_backend("ridgeplan"), engine_profile, parallel)
 only_preset = click.option("--preset", help="Consider only this preset.  [default: every plan that runs]")
 
 # What predictions rest on.
@@ -321,6 +327,7 @@ drafter_head = click.option(
     "--drafter-head", type=PlainText(), metavar="FOLDER",
     help="Draft head that plans may use: of `ridgeplan distill --drafter`, EAGLE-3's, or a model with an MTP layer.",
 )  # fmt: skip
+DRAFTING = ("text", "acceptance_length", "drafter", "drafter_head")
 drafting = combine(text_kind, acceptance_length, measured_drafter, drafter_head)
 priced_by = combine(
     memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn, routing_skew, drafting
@@ -341,11 +348,9 @@ max_new_tokens = click.option(
     help=f"Tokens to generate.  [default: {DEFAULT_RUN_TOKENS}, or the plan's if fewer]",
 )  # fmt: skip
 retrieval_head = click.option(
-    "--retrieval-head",
-    type=PlainText(),
-    metavar="FILE",
+    "--retrieval-head", type=PlainText(), metavar="FILE",
     help="Head from `ridgeplan distill`, for plans that select with one.  [default: the one that ships for the model]",
-)
+)  # fmt: skip
 calibration_file = click.option(
     "--calibration",
     type=PlainText(),

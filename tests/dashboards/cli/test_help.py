@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -133,3 +134,16 @@ def test_verbs_and_their_options_are_completed() -> None:
     assert {"--memory-limit", "--memory-utilization"} <= completions("plan", "--mem")
     assert completions("plan", "--quality", "") == {"exact", "near-lossless", "4-bit", "lossy"}
     assert completions("bench", "p") == {"planner"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("study", "drafts", "--text", "book.txt", "--ctx", "abc", "--ratios", "many"),
+        ("estimate", "Llama-3.1-8B", "--preset", "int8", "--gpu", "h200", "--ctx", "abc", "--batch", 0),
+    ],
+)
+def test_lists_and_estimates_name_all_mistakes_at_once_too(refuses: Any, line: tuple[object, ...]) -> None:
+    message = refuses(*line)
+    assert "2 mistakes: (1) " in message
+    assert "'abc' is not a number of tokens" in message

@@ -67,6 +67,8 @@ def test_recommend_without_json_explains_and_lists_alternatives(invoke: Any) -> 
         (("--ctx", "-3", "--memory-limit", "24", "--backend", "mine"),
          ("4 mistakes: ", "Missing option '--gpu'", "'-3' is negative; allowed: a positive number", "without a unit",
           "'mine' is not one of")),
+        (("--gpu", "h200", "--ctx", "abc", "--batch", 0),
+         ("2 mistakes: ", "'abc' is not a number of tokens", "batch is 0; allowed: a whole number from 1 to 4096")),
         (("--gpu", "h20o", "--ctx", "0", "--batch", 0),
          ("4 mistakes: ", "Did you mean", "unknown GPU 'h20o'", "context is 0", "batch is 0; allowed")),
     ],

@@ -207,7 +207,12 @@ def test_a_plan_for_an_engine_is_explained_with_the_engines_times(invoke: Any, t
     planned = as_json(invoke("plan", LLAMA, "--gpu", "h200", "--ctx", "4k", "-o", path, "--json", *engine))
     explained = as_json(invoke("explain", path, "--json", *engine))
     assert explained["predicted"]["tpot_ms"] == pytest.approx(planned["predicted"]["tpot_ms"])
-    assert "times are those of vLLM" in invoke("explain", path, *engine).stdout
+    assert "times are those of vLLM" in invoke("explain", path).stdout  # of the plan file's own backend
+    assert as_json(invoke("explain", path, "--json")) == explained
+    estimated = as_json(invoke("estimate", "--plan", path, "--json"))
+    assert estimated["predicted"]["tpot_ms"] == pytest.approx(planned["predicted"]["tpot_ms"])
+    ours = as_json(invoke("explain", path, "--json", "--backend", "ridgeplan"))
+    assert ours["predicted"]["tpot_ms"] != explained["predicted"]["tpot_ms"]
 
 
 @pytest.mark.parametrize(
