@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import streamlit as st
 
@@ -27,23 +28,23 @@ from ridgeplan.roofline.plan.presets import short_name
 
 
 @contextmanager
-def problems_shown(page: PageQuestion | None = None) -> Iterator[None]:
+def problems_shown(page: PageQuestion | None = None, show: Callable[[str], Any] = st.error) -> Iterator[None]:
     """Shows the errors of the user's input that the block raises. Defects pass. page: the question, for fixes."""
     try:
         yield
     except ValueError as error:
         if not is_user_error(error):
             raise
-        _show_problem(error, page)
+        _show_problem(error, page, show)
 
 
-def _show_problem(error: ValueError, page: PageQuestion | None) -> None:
+def _show_problem(error: ValueError, page: PageQuestion | None, show: Callable[[str], Any]) -> None:
     """The message, or a list of all messages, and cards with the fixes."""
     if isinstance(error, Mistakes):
-        st.error("\n".join(f"- {escaped(mistake)}" for mistake in error.mistakes))
+        show("\n".join(f"- {escaped(mistake)}" for mistake in error.mistakes))
         return
     fixes = error.fixes if isinstance(error, NothingFits) else length_fixes(page)
-    st.error(escaped(str(error).partition("; allowed: ")[0] if fixes else str(error)))
+    show(escaped(str(error).partition("; allowed: ")[0] if fixes else str(error)))
     if fixes:
         show_fixes(fixes)
 
@@ -114,8 +115,10 @@ def show_head(answer: Answer) -> None:
         _show_memory(answer)
     with right:
         _show_actions(answer)
-    _show_engine(answer)
-    _show_why(answer)
+    with st.expander("For vLLM", key="vllm"), problems_shown(show=st.warning):
+        _show_engine(answer)
+    with st.expander("Why this plan", key="why"):
+        _show_why(answer)
 
 
 def subject(recommendation: Recommendation) -> str:
@@ -133,9 +136,11 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
     batch, limit = recommendation.plan.workload.batch, recommendation.memory_limit_bytes
     whose = "of the batch" if batch > 1 else "of the request"
     gpus = recommendation.plan.workload.parallel.gpus
+    last = f"of a request; {time_text(best.ttft_ms)} of the batch's last"
     return [
         ("Time per token", time_text(best.tpot_ms), f"{time_text(low.tpot_ms)} to {time_text(high.tpot_ms)}"),
-        ("First token", time_text(best.ttft_request_ms), _first_tokens(recommendation)),
+        ("First token", time_text(best.ttft_request_ms),
+         last if batch > 1 else f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"),
         ("Tokens/s", three_digits(best.tokens_per_s),
          f"{whose}; {three_digits(low.tokens_per_s)} to {three_digits(high.tokens_per_s)}"),
         ("Speed-up", f"{recommendation.predicted.speedup:.2f}x",
@@ -144,14 +149,6 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
         ("1M new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
          f"at ${dollars_per_hour:.2f} a GPU-hour, without prompts"),
     ]  # fmt: skip
-
-
-def _first_tokens(recommendation: Recommendation) -> str:
-    """The band of a request's first token or, in a batch, the first token of the last request."""
-    low, best, high = (getattr(recommendation.predicted, end) for end in ("low", "best", "high"))
-    if recommendation.plan.workload.batch > 1:
-        return f"of a request; {time_text(best.ttft_ms)} of the batch's last"
-    return f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"
 
 
 def _show_tiles(recommendation: Recommendation) -> None:
@@ -186,15 +183,7 @@ def _show_actions(answer: Answer) -> None:
 
 
 def _show_engine(answer: Answer) -> None:
-    """vLLM's form of the plan, across the page."""
-    engine = st.expander("For vLLM", key="vllm", on_change="rerun")
-    if engine.open:
-        with engine, problems_shown():
-            _show_serve_command(answer)
-
-
-def _show_serve_command(answer: Answer) -> None:
-    """vLLM's command for the plan, and what of the plan it does not carry. Raises as `export` does."""
+    """vLLM's command for the plan, and what of the plan it does not carry, across the page. Raises as `export` does."""
     from ridgeplan.planner.export import ServeCommandOptions, export, schema_for  # imports yaml
 
     shape, schema = answer.question.shape, schema_for("vllm")
@@ -209,37 +198,37 @@ def _show_serve_command(answer: Answer) -> None:
     st.markdown(escaped(f"Predicted for this command: {speed}. All times above are of the backend {backend}."))
     rows = [{"part of the plan": axis.axis, "in the plan": axis.plan, f"in {exported.engine}": axis.engine,
              "computes the same": "yes" if axis.exact else "no"} for axis in exported.carried]  # fmt: skip
-    st.dataframe(rows, key="carried", hide_index=True)
+    _show_table(rows)
     for rule in exported.rules:
         st.caption(escaped(rule.says))
 
 
 def _show_why(answer: Answer) -> None:
     """The reasons in words, and the next plans of the ranking with what each lacks, across the page."""
-    why = st.expander("Why this plan", key="why", on_change="rerun")
-    if not why.open:
-        return
-    with why:
-        rows = {sentence(name): escaped(text) for name, text in reasons(answer.recommendation)}
-        st.table(rows, border="horizontal")
-        st.markdown("**The next best plans**")
-        _show_plans(answer.recommendation.alternatives[:NEXT_PLANS], "next")
+    rows = {sentence(name): escaped(text) for name, text in reasons(answer.recommendation)}
+    st.table(rows, border="horizontal")
+    st.markdown("**The next best plans**")
+    _show_table(_plan_rows(answer.recommendation.alternatives[:NEXT_PLANS]))
+
+
+def _show_table(rows: Sequence[dict[str, Any]]) -> None:
+    """A table whose cells wrap, so that none is cut off."""
+    st.table([{name: escaped(str(value)) for name, value in row.items()} for row in rows], border="horizontal")
 
 
 def show_alternatives(answer: Answer) -> None:
     """All other plans with their bands, and why each was not chosen."""
     recommendation = answer.recommendation
     st.plotly_chart(charts.alternatives(recommendation), key="alternatives", alt="Time per token of all plans")
-    _show_plans(recommendation.alternatives, "reasons")
+    st.dataframe(_plan_rows(recommendation.alternatives), key="reasons", hide_index=True)
 
 
-def _show_plans(plans: Sequence[Alternative], key: str) -> None:
-    """A table of plans, with what each changes in plain words."""
-    rows = [
+def _plan_rows(plans: Sequence[Alternative]) -> list[dict[str, Any]]:
+    """Rows of a table of plans, with what each changes in plain words."""
+    return [
         {"plan": short_name(other.preset), "ms per token": round(other.predicted.best.tpot_ms, 3),
          "speed-up": round(other.predicted.speedup, 2),
          "peak GB": round(other.predicted.best.peak_memory_bytes / 1e9, 2), "why not": other.rejected,
          "source": other.predicted.source, "what it changes": plain_words(other.plan)}
         for other in plans
     ]  # fmt: skip
-    st.dataframe(rows, key=key, hide_index=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import streamlit as st
@@ -65,10 +65,6 @@ class PageQuestion:
         question = ask(self.model, self.gpu, self.context, self.options)
         divided = choose_degrees(question, best_plan)[0] if parallel is None else question.on_gpus(parallel)
         return divided.as_executed
-
-    def on(self, gpu: str) -> PageQuestion:
-        """The same on another GPU."""
-        return replace(self, gpu=gpu)
 
     def command(self, verb: str = "plan") -> str:
         """The command that asks the same in a terminal."""
@@ -183,6 +179,12 @@ def change(changes: dict[str, Any]) -> None:
         st.session_state[name] = "" if value is None else value if isinstance(value, (bool, float)) else str(value)
 
 
+# What the page has for options of the command line that texts name: patterns of them, and its fields.
+FIELDS = {"--yarn": "YaRN", "--gpus": "GPUs", "--backend": "Backend", "--preset": "plan", r" \(--watts\)": ""}
+
+
 def escaped(text: str) -> str:
-    """`text` for Markdown to show as it is: names from files could hold links, images or formulas."""
+    """`text` for Markdown to show as it is, with the page's fields for options: names could hold links or formulas."""
+    for option, field_name in FIELDS.items():
+        text = re.sub(rf"{option}(?![\w-])( of `ridgeplan plan`)?", field_name, text)
     return re.sub(r"([\\`*_\[\]<>$~:#|])", r"\\\1", text)

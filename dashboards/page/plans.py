@@ -69,7 +69,7 @@ def _gpus(answer: Answer) -> Mapping[str, Curve]:
                             bind=IN_URL, max_selections=MAX_CURVES - 1)  # fmt: skip
     st.caption(escaped(f"Each GPU runs the plan that is best on {gpu}: {plain_words(answer.recommendation.plan)}."))
     questions = {gpu: answer.question} | {
-        name: answer.page.on(name).to_question(answer.recommendation.plan.parallel) for name in chosen
+        name: replace(answer.page, gpu=name).to_question(answer.recommendation.plan.parallel) for name in chosen
     }
     return {name: (answer.recommendation.plan, question) for name, question in questions.items()}
 

@@ -13,7 +13,7 @@ from streamlit.testing.v1 import AppTest
 from ridgeplan import planner
 from ridgeplan.dashboards import app
 from ridgeplan.dashboards.page.answer import length_fixes
-from ridgeplan.dashboards.page.inputs import PageQuestion
+from ridgeplan.dashboards.page.inputs import PageQuestion, escaped
 from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import read_plan
 from ridgeplan.planner.render.text import plain_words
@@ -85,11 +85,10 @@ def test_without_a_probability_the_plan_is_still_named() -> None:
 
 
 def test_vllm_s_command_has_vllm_s_time_beside_the_runtime_s(page: AppTest) -> None:
-    page.session_state["vllm"] = True
     page.run()
     assert re.search(r"Predicted for this command: [\d.]+ ms per token", shown(page))
     assert "All times above are of the backend ridgeplan." in shown(page)
-    carried = page.dataframe[0].value
+    carried = page.table[0].value
     assert [*carried] == ["part of the plan", "in the plan", "in vLLM", "computes the same"]
     assert {*carried["computes the same"]} <= {"yes", "no"}
 
@@ -97,18 +96,15 @@ def test_vllm_s_command_has_vllm_s_time_beside_the_runtime_s(page: AppTest) -> N
 def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
     """The table of reasons, which has the words of `plan --all`."""
     page.run()
-    assert not page.table
-    page.session_state["why"] = True
-    page.run()
     answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", "120k")
-    why = page.table[0].value.iloc[:, 0]
+    why = page.table[1].value.iloc[:, 0]
     assert [sentence(what) for what, _ in reasons(answer)] == list(why.index)
     assert answer.best_estimated and answer.best_estimated.preset in why["Fastest estimated"].replace("\\", "")
     assert plain_words(answer.plan) in why["Recommended"].replace("\\", "")
-    others = page.dataframe[0].value
-    assert plain_words(answer.alternatives[0].plan) == others["what it changes"][0]
+    others = page.table[2].value
+    assert plain_words(answer.alternatives[0].plan) == others["what it changes"][0].replace("\\", "")
     page.selectbox(key="objective").set_value("memory").run()
-    assert page.table[0].value.iloc[:, 0]["Fastest estimated"] == "no plan that is only estimated is faster"
+    assert page.table[1].value.iloc[:, 0]["Fastest estimated"] == "no plan that is only estimated is faster"
 
 
 def test_the_share_of_the_memory_is_an_input(page: AppTest) -> None:
@@ -270,3 +266,11 @@ def test_the_price_of_tokens_follows_the_price_of_an_hour(page: AppTest) -> None
     assert dollars == pytest.approx(2.5e6 / 3600 / per_s, abs=0.005)
     page.number_input(key="price").set_value(5.0).run()
     assert float(page.metric[5].value.strip("$")) == pytest.approx(2 * dollars, abs=0.02)
+
+
+def test_notes_name_the_page_s_fields_and_no_options() -> None:
+    assert escaped("where engines stop; --yarn stretches it") == "where engines stop; YaRN stretches it"
+    assert escaped("up to 4k, or more with --yarn of `ridgeplan plan`, which") == "up to 4k, or more with YaRN, which"
+    assert escaped("allow --backend vllm, --gpus 2") == "allow Backend vllm, GPUs 2"
+    assert escaped("at 700 W (--watts)") == "at 700 W"
+    assert escaped("--gpu-memory-utilization") == "--gpu-memory-utilization"  # an engine's own
