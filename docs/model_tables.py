@@ -38,6 +38,7 @@ GENERIC = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072, "sliding_window": 2048,
 }  # fmt: skip
+WITH_EXPERTS = ("ernie4_5_moe", "granitemoe", "afmoe", "hy_v3")
 GENERIC_EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}
 TARGET = 0.08  # of predictions for models that no calibration has seen
 
@@ -47,8 +48,7 @@ def supported_families() -> str:
     models = {shape.architecture: shape for shape in reversed(list_models())}
     rows = []
     for name in families():
-        experts = GENERIC_EXPERTS if name.endswith("moe") else {}
-        generic = {**GENERIC, **experts, "model_type": name}
+        generic = {**GENERIC, **(GENERIC_EXPERTS if name in WITH_EXPERTS else {}), "model_type": name}
         shape = models.get(name) or shape_from_config(generic, name, "generic sizes")
         workload = Workload(shape.name, "h200", CONTEXT - 1024, new_tokens=1024)
         plans = [preset(plan, workload) for plan in COLUMNS]

@@ -207,16 +207,36 @@ def _code(kind: int) -> str:
     return _SCALARS[kind]
 
 
-# Families by the architectures that GGUF files name; Mistral models are stored as "llama".
-_SUPPORTED = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe",
-    "gpt-oss": "gpt_oss", "qwen35": "qwen3_5_text",
-}  # fmt: skip
-_WINDOWED = {"llama": "mistral"}  # the families of files that have a window
+@dataclass(frozen=True)
+class Stored:
+    """How files of an architecture hold a family's models.
+
+    also: another family whose models are stored so, those with a window. blocks: weights may stay in `BLOCK_FORMATS`,
+    beside `FULL_TYPES`. neighbours: the halves of a rotary pair are neighbours in rows of queries and keys. kept: the
+    tensor type in which experts stay. experts: whether those of the family are read.
+    """
+
+    family: str
+    also: str = ""
+    blocks: bool = False
+    neighbours: bool = False
+    kept: int | None = None
+    experts: bool = False
+
+
 KEPT_TYPE = 39  # MXFP4
-STORED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # whose weights may stay in `BLOCK_FORMATS` ...
+# By the architectures that files name.
+ARCHITECTURES = {
+    "llama": Stored("llama", also="mistral", blocks=True, neighbours=True),
+    "qwen2": Stored("qwen2", blocks=True),
+    "qwen3": Stored("qwen3", blocks=True),
+    "gemma3": Stored("gemma3_text", blocks=True),
+    "qwen3moe": Stored("qwen3_moe", experts=True),
+    "gpt-oss": Stored("gpt_oss", experts=True, kept=KEPT_TYPE),
+    "qwen35": Stored("qwen3_5_text"),
+}
 Q4_K_M_BITS = 5.0  # per weight of the layers, as products hold them: 4.9 of Llama-3.1-8B
-FULL_TYPES = (0, 1, 30)  # ... beside F32, F16 and BF16, which a machine holds in its full precision
+FULL_TYPES = (0, 1, 30)  # F32, F16 and BF16, which a machine holds in its full precision
 # Keys of a config.json by those of a GGUF file.
 _CONFIG_KEYS = {
     "num_hidden_layers": "block_count",
@@ -262,13 +282,13 @@ def shape_from_gguf(path: Path) -> ModelShape:
 def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
     """The shape that the header of the file `path` describes. Raises ValueError, one line without the path."""
     architecture = header.metadata.get("general.architecture")
-    if architecture not in _SUPPORTED:
-        supported = ", ".join(_SUPPORTED)
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
         raise ValueError(f"architecture {brief(architecture)} is not supported; supported: {supported}")
 
     for name, kind in header.types.items():
         gguf_bits(kind, name)  # raises for one that is not read, whatever the tensor is for
-    if header.metadata.get(f"{architecture}.expert_count") and architecture == _SUPPORTED[str(architecture)]:
+    if header.metadata.get(f"{architecture}.expert_count") and not stored_as(header).experts:
         raise ValueError(f"mixtures of experts of {brief(architecture)} are read from their config.json only")
     bits = weight_bits_of(header)
     if keeps_experts(header):
@@ -281,8 +301,10 @@ def config_of_header(header: GGUFHeader) -> dict[str, Any]:
     architecture = str(header.metadata["general.architecture"])
     present = {key: header.metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
     keys: dict[str, Any] = {key: entry for key, entry in present.items() if entry is not None}
-    family = (_WINDOWED if keys.get("sliding_window") else _SUPPORTED).get(architecture, _SUPPORTED[architecture])
+    stored = stored_as(header)
+    family = stored.also if stored.also and keys.get("sliding_window") else stored.family
     keys |= {"model_type": family, "vocab_size": _tensor(header, "token_embd.weight")[-1]}
+    keys["norm_topk_prob"] = header.metadata.get(f"{architecture}.expert_weights_norm", True)
     keys["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     heads = keys.get("num_attention_heads")
     if "head_dim" not in keys and isinstance(heads, int) and heads:
@@ -300,9 +322,13 @@ def config_of_header(header: GGUFHeader) -> dict[str, Any]:
 
 
 def keeps_experts(header: GGUFHeader) -> bool:
-    """Whether the runtime keeps the experts as they are stored: gpt-oss's, all in MXFP4."""
-    kinds = {kind for name, kind in header.types.items() if name.endswith("_exps.weight")}
-    return header.metadata.get("general.architecture") == "gpt-oss" and kinds == {KEPT_TYPE}
+    """Whether the runtime keeps the experts as they are stored: all in MXFP4."""
+    return {kind for name, kind in header.types.items() if name.endswith("_exps.weight")} == {stored_as(header).kept}
+
+
+def stored_as(header: GGUFHeader) -> Stored:
+    """How the file holds its model. Raises KeyError for an architecture that is not supported."""
+    return ARCHITECTURES[str(header.metadata["general.architecture"])]
 
 
 def weight_bits_of(header: GGUFHeader) -> WeightBits:
@@ -319,8 +345,7 @@ def weight_bits_of(header: GGUFHeader) -> WeightBits:
     bits = mean_bits(((part, elements, gguf_bits(kind)) for part, elements, kind in matrices), "gguf")
     if "output.weight" not in header.tensors:
         bits = bits.tied()
-    stays = header.metadata.get("general.architecture") in STORED_ARCHITECTURES
-    if not stays or any(kind not in (*BLOCK_FORMATS, *FULL_TYPES) for _, _, kind in matrices):
+    if not stored_as(header).blocks or any(kind not in (*BLOCK_FORMATS, *FULL_TYPES) for _, _, kind in matrices):
         return bits
     held = {kind: described.held_bits for kind, described in BLOCK_FORMATS.items()}
     layers = [(elements, kind) for part, elements, kind in matrices if part not in ("embedding", "head")]
@@ -337,7 +362,7 @@ def weight_bits_of(header: GGUFHeader) -> WeightBits:
 
 def as_q4_k_m(shape: ModelShape) -> ModelShape | None:
     """The model as a GGUF file of type Q4_K_M has it; None if it is quantized or products could not read the file."""
-    families = {_SUPPORTED[name] for name in STORED_ARCHITECTURES} | {"mistral"}  # which is stored as llama
+    families = {name for stored in ARCHITECTURES.values() if stored.blocks for name in (stored.family, stored.also)}
     if shape.architecture not in families or not shape.weight_bits.full:
         return None
     held = {name: BLOCK_FORMATS[kind].held_bits for name, kind in (("embedding", 12), ("head", 14))}

@@ -38,7 +38,7 @@ from ridgeplan.runtime.heap import call_with_separate_heap
 from ridgeplan.runtime.model.gguf_tensors import file_tensors, hub_config, keeps_blocks, rope_parameters, stored_config
 from ridgeplan.runtime.progress import OnProgress, silent
 
-CONVERSION = "7"  # part of the folder's name: a change of what is written makes a new folder
+CONVERSION = "8"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes, times and CRC-32 of the files that a finished conversion wrote
 CONTENTS = ".contents"  # the folder of the names that the contents of files have
 NAME = re.compile(r"\w[\w.-]*-[0-9a-f]{16}", flags=re.ASCII)
@@ -204,7 +204,7 @@ def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
     with _isolated_link(path, staging) as (link, where), _one_reader():
         with reading():
             header = read_gguf_header(path)
-            config, tokenizer, shape = _config(link, where, header), _tokenizer(where), shape_of_header(header, path)
+            config, tokenizer, shape = _config(link, header), _tokenizer(where), shape_of_header(header, path)
         gguf.GGUFReader(link).fields.clear()  # the vocabulary as objects, some GB
         layers = file_tensors(link, header, shape)
         for index in count():
@@ -261,14 +261,10 @@ def _one_reader() -> Iterator[None]:
         gguf.GGUFReader = reader_class
 
 
-def _config(path: Path, where: dict[str, Any], header: GGUFHeader) -> Any:
-    """transformers' configuration, with what its reader of the file leaves out."""
-    if header.metadata["general.architecture"] == "gpt-oss":
-        return transformers.GptOssConfig(**hub_config(header))
-    config, rope = transformers.AutoConfig.from_pretrained(**where), rope_parameters(path, header)
-    if config.model_type == "qwen3_moe":
-        experts = header.metadata["qwen3moe.expert_feed_forward_length"]
-        config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
+def _config(path: Path, header: GGUFHeader) -> Any:
+    """transformers' configuration. Its own reader of files leaves out widths of experts and RoPE's scaling."""
+    keys, rope = hub_config(header), rope_parameters(path, header)
+    config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     config.update(stored_config(header) | ({} if rope is None else {"rope_parameters": rope}))
     return config
 

@@ -24,12 +24,13 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.kernels.linear.gguf import SLAB_ELEMENTS, GgufWeight, gguf_weight, stacked
+from ridgeplan.roofline.catalog.families import NORM_NAMES, Family, families
 from ridgeplan.roofline.catalog.gguf import (
     KEPT_TYPE,
-    STORED_ARCHITECTURES,
     GGUFHeader,
     config_of_header,
     keeps_experts,
+    stored_as,
     weight_bits_of,
 )
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS
@@ -41,38 +42,34 @@ from ridgeplan.runtime.model.packed_weights import stored_name
 BLOCK_BYTES = 17
 NUMBERS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # of tensors without blocks, by their type
 REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {
-    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks",
-}  # fmt: skip
-
-
 DELTA = {
     "attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_alpha": "in_proj_a", "ssm_beta": "in_proj_b",
     "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj", "ssm_dt": "dt_bias", "ssm_a": "A_log",
 }  # fmt: skip
-DENSE = LAYER | {
+LAYER = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_sinks": "self_attn.sinks",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    **{name: f"linear_attn.{ours}" for name, ours in DELTA.items()},
 }  # fmt: skip
-HYBRID = DENSE | {name: f"linear_attn.{ours}" for name, ours in DELTA.items()}
 BARE = ("attn_sinks", "ssm_dt", "ssm_a")  # tensors that transformers' names call neither weight nor bias
 
 
 def hub_config(header: GGUFHeader) -> dict[str, Any]:
     """The keys of transformers' configuration."""
-    keys = config_of_header(header)
+    keys, architecture = config_of_header(header), header.metadata["general.architecture"]
     kept = {"quantization_config": {"quant_method": "mxfp4"}} if keeps_experts(header) else {}
-    return {**keys, "rms_norm_eps": header.metadata["gpt-oss.attention.layer_norm_rms_epsilon"], **kept}
+    return {**keys, "rms_norm_eps": header.metadata[f"{architecture}.attention.layer_norm_rms_epsilon"], **kept}
 
 
-SANDWICH_NORMS = {
-    "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}  # fmt: skip
-NAMES = {"gemma3": DENSE | SANDWICH_NORMS, "gpt-oss": LAYER, "qwen35": HYBRID}
-USUAL_NAMES = DENSE | {"ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"}
+def _names(family: Family) -> dict[str, str]:
+    """transformers' names of a layer's tensors."""
+    router = "mlp.router" if "biased experts" in family.traits else "mlp.gate"
+    return LAYER | {"ffn_norm": NORM_NAMES[family.norms][1], "ffn_gate_inp": router}
+
+
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_CONTEXT = 8192  # tokens that its RoPE is stretched from
 
@@ -107,7 +104,7 @@ def stored_config(header: GGUFHeader) -> dict[str, Any]:
 
 def keeps_blocks(header: GGUFHeader) -> bool:
     """Whether matrices of `BLOCK_FORMATS` stay in blocks: those of a dense model."""
-    return header.metadata["general.architecture"] in STORED_ARCHITECTURES
+    return stored_as(header).blocks
 
 
 def file_tensors(path: Path, header: GGUFHeader, shape: ModelShape) -> Iterator[dict[str, Tensor]]:
@@ -116,8 +113,8 @@ def file_tensors(path: Path, header: GGUFHeader, shape: ModelShape) -> Iterator[
     A dense model's blocks are in parts with the names of `stored_name`, its numbers of the file's type; gpt-oss's
     experts are uint8 if all are in MXFP4. All else is decoded to float32, as values of fewer bits need more than 16.
     """
-    architecture, keeps = str(header.metadata["general.architecture"]), keeps_blocks(header)
-    names, change = NAMES.get(architecture, USUAL_NAMES), _change(architecture, header, shape)
+    keeps, family = keeps_blocks(header), families()[stored_as(header).family]
+    names, change = _names(family), _change(header, shape, family.norm_offset)
     read = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name != ROPE_FACTORS]
     read = sorted((tensor for tensor in read if _layer_of(tensor) < shape.layers), key=_layer_of)
     for index, layer in groupby(read, key=_layer_of):
@@ -168,17 +165,17 @@ def _experts(stored: Mapping[str, Any], header: GGUFHeader) -> dict[str, Tensor]
     return tensors | {"gate_up_proj": both.mT.contiguous(), "down_proj": _dequantized(down).mT.contiguous()}
 
 
-def _change(architecture: str, header: GGUFHeader, shape: ModelShape) -> Callable[[str, Tensor], Tensor]:
+def _change(header: GGUFHeader, shape: ModelShape, offset: float) -> Callable[[str, Tensor], Tensor]:
     """What undoes the changes of llama.cpp's converter to a tensor, or a part of its blocks, by transformers' name."""
-    heads = {"q_proj": shape.q_heads, "k_proj": shape.kv_heads} if architecture == "llama" else {}
+    heads = {"q_proj": shape.q_heads, "k_proj": shape.kv_heads} if stored_as(header).neighbours else {}
     state = shape.states[0][0] if shape.states else None
 
     def change(name: str, tensor: Tensor) -> Tensor:
         count, part = heads.get(name.split(".")[-2]), name.partition("linear_attn.")[2].removesuffix(".weight")
         if count is not None:
             return _halves_apart(tensor, count)
-        if architecture in ("gemma3", "qwen35") and name.endswith("norm.weight") and not part:
-            return tensor - 1
+        if offset and name.endswith("norm.weight") and not part:
+            return tensor - offset
         return _state_tensor(part, tensor, state) if part and state else tensor
 
     return change

@@ -35,10 +35,11 @@ from ridgeplan.runtime.retrieval.head import DTYPES, require_tensor
 from ridgeplan.runtime.speculation.draft_head import CONFIG, HeadCheckpoint, windowed
 
 LAYER = "model.layers.0."
-OWN = "mtp."  # what begins names of Qwen's
 PARTS = ("fc", "embedding_norm", "hidden_norm", "norm")
-QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
-DEEPSEEK = ("eh_proj", "enorm", "hnorm", "shared_head.norm")  # after the layer's prefix
+# Names of the parts of a layer apart from the model's, after APART, and of one behind them, after its prefix.
+APART = "mtp."
+APART_NAMES = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+BEHIND_NAMES = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 
 
 def load_head(path: str | Path, target: DecoderConfig) -> HeadCheckpoint | MTPCheckpoint:
@@ -83,10 +84,10 @@ class MTPCheckpoint:
             kind = "latent attention" if settings.attention.is_latent else f"{layers} layers"
             raise ValueError(f"its multi-token prediction has {kind}; allowed: 1 layer with keys and values of heads")
         last = f"model.layers.{target.shape.layers}."
-        held = load_tensors(str(path), (OWN, last))
-        qwen = any(name.startswith(OWN) for name in held)
-        names = dict(zip(PARTS, QWEN if qwen else (last + name for name in DEEPSEEK), strict=True))
-        prefix = f"{OWN}layers.0." if qwen else last
+        held = load_tensors(str(path), (APART, last))
+        apart = any(name.startswith(APART) for name in held)
+        start, parts, prefix = (APART, APART_NAMES, f"{APART}layers.0.") if apart else (last, BEHIND_NAMES, last)
+        names = dict(zip(PARTS, (start + name for name in parts), strict=True))
         tensors = {LAYER + name.removeprefix(prefix): x for name, x in held.items() if name.startswith(prefix)}
         for part, name in names.items():
             if f"{name}.weight" not in held:
@@ -97,7 +98,7 @@ class MTPCheckpoint:
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{name} is {tensor.dtype}; allowed: floating numbers of 16 or 32 bits")
         layer = replace(target, layers=(replace(settings, place=0),))
-        return cls(str(path), MTPConfig(layer, (target.shape.layers,), norm_output=qwen), tensors)
+        return cls(str(path), MTPConfig(layer, (target.shape.layers,), norm_output=apart), tensors)
 
     def head(self, target: DecoderWeights, window: int = 0) -> MTPHead:
         """On the device and in the dtype of the target's embedding. window: latest tokens that it reads; 0 for all.

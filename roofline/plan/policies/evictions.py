@@ -80,7 +80,8 @@ class _NamedPreset(TokenEviction):
         return {cls.name: eviction_preset(cls.name)}
 
 
-QWEN_PSEUDO_TOKENS = {"prefix": 2, "suffix": 30}
+# Published settings that differ from the defaults, by what a model's name holds (Table 10).
+PSEUDO_TOKENS = {"qwen": {"prefix": 2, "suffix": 30}}
 
 
 @policy
@@ -124,8 +125,8 @@ class DapQEviction(_NamedPreset):
         """DapQ, with 2 + 30 pseudo tokens for Qwen (Table 10), and QuantSpec on what DapQ keeps (not published)."""
 
         def dapq(workload: Workload) -> Plan:
-            plan = eviction_preset(cls.name)(workload)
-            settings = QWEN_PSEUDO_TOKENS if "qwen" in workload.model.lower() else {}
+            plan, model = eviction_preset(cls.name)(workload), workload.model.lower()
+            settings = next((each for name, each in PSEUDO_TOKENS.items() if name in model), {})
             return replace(plan, eviction=replace(plan.eviction, settings=settings))
 
         def dapq_quantspec(workload: Workload) -> Plan:

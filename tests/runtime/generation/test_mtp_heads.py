@@ -19,7 +19,7 @@ from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.request import Request
 from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.runtime.speculation.mtp_head import DEEPSEEK, QWEN, load_head
+from ridgeplan.runtime.speculation.mtp_head import APART, APART_NAMES, BEHIND_NAMES, load_head
 
 VOCAB, NEW = 16, 70
 HEAD = Drafter(DrafterKind.HEAD, depth=3)
@@ -59,7 +59,8 @@ class Layer(torch.nn.Module):
         """By the names of a family's checkpoints, after so many layers of the model."""
         qwen = family == "qwen3_5_text"
         prefix = "mtp.layers.0." if qwen else f"model.layers.{layers}."
-        fc, *norms = QWEN if qwen else (prefix + name for name in DEEPSEEK)
+        start, parts = (APART, APART_NAMES) if qwen else (prefix, BEHIND_NAMES)
+        fc, *norms = (start + name for name in parts)
         named = {prefix + name: x for name, x in self.layer.state_dict().items()} | {f"{fc}.weight": self.fc.weight}
         return named | {f"{name}.weight": norm.weight for name, norm in zip(norms, self.norms, strict=True)}
 
