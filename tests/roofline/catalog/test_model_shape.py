@@ -87,8 +87,9 @@ TRANSFORMERS_TOTALS = {
     "internlm3-8b-instruct": (8_804_241_408, 8_804_241_408),
     "ERNIE-4.5-0.3B-PT": (360_748_032, 360_748_032),
 }
-# In billions, rounded as in names and on model cards: in all, and by token, with the input table or without it.
-ROUNDED_SIZES = {
+# In billions, rounded as in names and on model cards: in all, and by token, with the input table or without it; None
+# where that is rounded by more than what is compared.
+ROUNDED_SIZES: dict[str, tuple[float, float | None]] = {
     "Qwen3-Next-80B-A3B-Instruct": (80, 3.9),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.2),
     "gemma-4-26B-A4B-it": (25.2, 3.8),
@@ -96,6 +97,17 @@ ROUNDED_SIZES = {
     "Kimi-K2-Instruct": (1000, 32),
     "Qwen3.5-397B-A17B": (397, 17),
     "GLM-5": (744, 40),
+    "Qwen3.5-9B": (9, 9),
+    "Qwen3.5-27B": (27, 27),
+    "Qwen3.5-35B-A3B": (35, 3),
+    "granite-4.0-h-small": (32, 9),
+    "Kimi-Linear-48B-A3B-Instruct": (48, None),
+    "GLM-4.5-Air": (106, None),
+    "GLM-4.7-Flash": (30, None),
+    "MiniMax-M2": (230, None),
+    "Solar-Open-100B": (100, None),
+    "Phi-4-mini-instruct": (3.8, None),
+    "SmolLM3-3B": (3.08, None),
 }
 
 
@@ -111,7 +123,7 @@ def test_parameters_of_recent_models_are_near_those_in_their_names(name: str) ->
     shape, (total, by_token) = load_shape(name), ROUNDED_SIZES[name]
     by_token_here = shape.active_parameters, shape.active_parameters + shape.embedding_params
     assert shape.parameters / 1e9 == pytest.approx(total, rel=0.03)
-    assert min(abs(here / 1e9 / by_token - 1) for here in by_token_here) < 0.03
+    assert by_token is None or min(abs(here / 1e9 / by_token - 1) for here in by_token_here) < 0.03
 
 
 def small_shape(**changes: Any) -> ModelShape:
