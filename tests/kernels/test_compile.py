@@ -294,11 +294,11 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     }
     jobs |= {f"attention with {scores} {bits}bit": attention("bf16", 128, bits, 32, scores) for bits, scores in summed}
     jobs |= {"capped attention": capped_attention(), "paged attention": paged_attention(), "append": append()}
-    jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
+    jobs["attention with probabilities of each query"] = attention("bf16", 128, 0, 16, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     # Heads of 512 channels (Gemma 4). Codes take tiles of 16 rows at most.
     wide = {
-        f"attention d512 {bits}bit 64 rows": attention("bf16", 512, bits, 64) for bits in ((0, 4, 8) if every else (8,))
+        f"attention d512 {bits}bit 64 rows": attention("bf16", 512, bits, 64) for bits in ((0, 4, 8) if every else (0,))
     }
     jobs |= {**wide, **({"quantize d512": quantization("bf16", True, 512)} if every else {})}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
