@@ -118,11 +118,6 @@ class KVCacheConfig:
         return self.draft_codes is DraftCodes.UPPER
 
     @property
-    def drafts_read_codes(self) -> bool:
-        """Whether drafts read old tokens as codes, upper ones alone or both."""
-        return self.buffered or self.drafts_read_upper
-
-    @property
     def buffer_slots(self) -> int:
         """Slots for recent tokens where old ones are elsewhere: two groups, and a round's tokens."""
         return 2 * self.group + self.round_slots

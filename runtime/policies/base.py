@@ -147,7 +147,7 @@ class SparseSelector(TokenSelector):
         super().__init__(selection, builder)
         config = builder.config
         self._ahead: LoadsAhead | None = None
-        self.reads_codes = config.drafts_read_codes
+        self.reads_codes = config.buffered or config.drafts_read_upper  # upper codes alone, or both
         # What is offloaded leaves in whole groups, so that tokens are old as they are in formats with codes.
         self.whole_groups = self.reads_codes or config.offload
         coded = config.groups(config.longest) * config.group

@@ -159,7 +159,7 @@ def fit_steps(samples: Sequence[KernelTiming], ceilings: Ceilings, above_rows: S
     coefficients = _coefficients(sizes / seconds[:, None], index, ceilings.read_utilization, len(above_rows) + 1)
     terms = sizes * np.cumsum(coefficients, axis=0)[index]
     errors = np.log((terms * _shares(terms)).sum(1) / seconds)
-    first, *steps = (_named(step) for step in coefficients)
+    first, *steps = (dict(zip(PARTS, step, strict=True)) for step in coefficients.tolist())
     return Rates(
         bandwidth_utilization=min(MAX_UTILIZATION, 1 / first.pop("inverse_utilization")),
         compute_utilization=_arithmetic(samples, terms[:, READING], ceilings),
@@ -167,10 +167,6 @@ def fit_steps(samples: Sequence[KernelTiming], ceilings: Ceilings, above_rows: S
         steps=tuple(RowStep(rows, **step) for rows, step in zip(above_rows, steps, strict=True) if any(step.values())),
         **first,
     )
-
-
-def _named(step: np.ndarray) -> dict[str, Any]:
-    return {name: float(value) for name, value in zip(PARTS, step, strict=True)}
 
 
 def _sizes(samples: Sequence[KernelTiming], ceilings: Ceilings) -> np.ndarray:

@@ -54,8 +54,10 @@ def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_count
         _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(model) for model in models])
     else:
         kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
-        passes = [[_unexplained_seconds(model, kernels) for model in models] for _ in range(STEP_PASSES)]
-        pass_s, layer_s = _line(layer_counts, [min(seconds) for seconds in zip(*passes, strict=True)])
+        passes = [[model.bench.seconds(_step_call(model)) for model in models] for _ in range(STEP_PASSES)]
+        fastest = map(min, zip(*passes, strict=True))
+        unexplained = [step_s - _kernel_seconds(model, kernels) for model, step_s in zip(models, fastest, strict=True)]
+        pass_s, layer_s = _line(layer_counts, unexplained)
         prefill_layer_s = layer_s
     return replace(profile, pass_dispatch_s=pass_s, layer_dispatch_s=layer_s, prefill_layer_dispatch_s=prefill_layer_s)
 
@@ -76,10 +78,6 @@ def _prefill_seconds(model: RandomDecoder) -> float:
         torch.cuda.synchronize(model.bench.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def _unexplained_seconds(model: RandomDecoder, kernels: Machine) -> float:
-    return model.bench.seconds(_step_call(model)) - _kernel_seconds(model, kernels)
 
 
 def _host_seconds(model: RandomDecoder) -> float:

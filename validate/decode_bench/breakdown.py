@@ -45,11 +45,6 @@ class Launch:
     begin_us: float
     end_us: float
 
-    @property
-    def duration_us(self) -> float:
-        """From start to end."""
-        return self.end_us - self.begin_us
-
 
 def attach() -> None:
     """Attaches the profiler for good, as graphs captured before, or between two uses, may crash or hang it.
@@ -313,7 +308,7 @@ def _row(plan: Plan, key: Key, launches: Sequence[Launch], predicted: float, rou
     part, kind = key
     kernels: defaultdict[str, float] = defaultdict(float)
     for launch in launches:
-        kernels[launch.name] += launch.duration_us / rounds
+        kernels[launch.name] += (launch.end_us - launch.begin_us) / rounds
     bits = plan.weights.draft_bits if part == DRAFT else plan.weights.target_bits
     operation = kind if kind != LINEAR else "linear dense" if bits == 16 else f"linear int{bits}"
     return ClassTime(part, operation, len(launches) / rounds, sum(kernels.values()), predicted, kernels)

@@ -154,11 +154,6 @@ class PublishedEngine(Checked):
     fetches_values: bool = check.flag(False)
     whole_cache: bool = check.flag(False)
 
-    @property
-    def launches_itself(self) -> bool:
-        """Whether launches and what lies between them are the engine's own, not those of this package's rounds."""
-        return bool(self.launch_s or self.layer_dispatch_s)
-
     def profile(self, hardware: Hardware, shape: ModelShape) -> Profile:
         """The machine's profile, measured or transferred, with the engine's own figures in place of the runtime's."""
         base = profile_for(hardware, shipped_profiles())
@@ -167,7 +162,8 @@ class PublishedEngine(Checked):
             classes={kind: self._rates(kind, base, shape) for kind in KERNEL_CLASSES},
             layer_dispatch_s=self.layer_dispatch_s or base.layer_dispatch_s,
         )
-        return _without_gaps(profile) if self.launches_itself else profile
+        # Where launches are the engine's own, so is what lies between them.
+        return _without_gaps(profile) if self.launch_s or self.layer_dispatch_s else profile
 
     def passes_of(self, shape: ModelShape) -> float:
         """How often KV moves through memory in one step's attention."""

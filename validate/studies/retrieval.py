@@ -121,22 +121,18 @@ class _Figures:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        self._overlaps: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.overlaps: dict[tuple[str, int], list[float]] = defaultdict(list)  # of each step and the one before
 
     def add(self, method: str, budget: int, layers: Tensor) -> None:
         """layers: [layers, 3], of one step: hit, distant and mass, means over KV heads."""
         self._sums[method, budget].append(layers)
-
-    def add_overlap(self, method: str, budget: int, overlap: float) -> None:
-        """Of one step and the one before."""
-        self._overlaps[method, budget].append(overlap)
 
     def rows(self, context: int) -> Iterator[RetrievalRow]:
         """A row for each method and budget."""
         for (method, budget), steps in self._sums.items():
             layers = torch.stack(steps).nanmean(0)
             hit, distant, mass = layers.nanmean(0).tolist()
-            overlaps = self._overlaps[method, budget]
+            overlaps = self.overlaps[method, budget]
             overlap = sum(overlaps) / len(overlaps)
             yield RetrievalRow(context, budget, method, hit, distant, mass, overlap, tuple(layers[:, 0].tolist()))
 
@@ -261,7 +257,7 @@ class _Step:
             again = (chosen[..., : before.shape[-1]] & before).flatten(1).sum(1)
             shares = again / chosen.flatten(1).sum(1).clamp_min(1)
             for chooser, share in zip(self._choosers, shares.tolist(), strict=True):
-                figures.add_overlap(chooser.method, chooser.budget, share)
+                figures.overlaps[chooser.method, chooser.budget].append(share)
         return chosen
 
     def _attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
