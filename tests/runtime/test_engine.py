@@ -227,6 +227,7 @@ def test_draft_weights_take_a_quarter_of_the_bits(tiny_model, make_plan):
     assert engine.draft_weights.embedding is engine.weights.embedding
 
 
+@pytest.mark.slow  # test_host_memory.py compares the peak of a GGUF file's model with the prediction
 def test_peak_memory_covers_weights_and_cache(make_plan, tiny_model):
     """In a process of its own: on a CPU the peak is what a process grows by, and reused memory is no growth."""
     model = tiny_model(vocab_size=50_000, hidden_size=512, tie_word_embeddings=True)

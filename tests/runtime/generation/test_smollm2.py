@@ -1,5 +1,8 @@
 """The real SmolLM2-135M-Instruct in float32 on the CPU: logits, identity and acceptance on real text."""
 
+from functools import cache
+
+import gguf
 import pytest
 import torch
 import transformers
@@ -30,8 +33,11 @@ def generate(real, smollm2, make_plan):
     return run
 
 
-def test_logits_are_those_of_transformers(real, smollm2):
+def test_logits_are_those_of_transformers(real, smollm2, monkeypatch):
     engine, tokens = real
+    # Transformers reads the file's header twice, and makes the table of names again for each module.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
     config = transformers.AutoConfig.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     read = load_gguf_checkpoint(str(smollm2), return_tensors=True, model_to_load=reference)["tensors"]
@@ -46,8 +52,8 @@ def test_logits_are_those_of_transformers(real, smollm2):
     [
         # Groups of 32 tokens. 600 tokens become 679: flushes at 608, 640 and 672.
         pytest.param("int4x2", "int4x2", 4, 16, [600], 80, 3, 0.9, marks=pytest.mark.slow),
-        # 120, 91 and 74 become 143, 114 and 97: a flush of each row, at 128, 96 and 96.
-        ("int4x2", "int8", 7, 16, [120, 91, 74], 24, 3, 0.9),
+        # 120, 91 and 84 become 135, 106 and 99: a flush of each row, at 128, 96 and 96.
+        ("int4x2", "int8", 7, 16, [120, 91, 84], 16, 3, 0.9),
         pytest.param("bf16+int4", "bf16", 3, 4, [120, 91, 74], 24, 3, 0.5, marks=pytest.mark.slow),
     ],
     ids=["one row", "ragged rows", "a shadow and 4-bit weights"],

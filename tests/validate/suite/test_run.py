@@ -50,8 +50,9 @@ def test_all_sections_end_up_in_one_report(
     tiny_folder: Path, h200_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def corners(*space: Any, **options: Any) -> list[Family]:
-        """Of each family's grid, whose thousands of plans take longer than all else here."""
-        return [replace(each, gammas=each.gammas[:2], ratios=each.ratios[:1]) for each in families(*space, **options)]
+        """Of the grids of some families: all of their thousands of plans take longer than all else here."""
+        some = [*families(*space, **options)][::10]
+        return [replace(each, gammas=each.gammas[:2], ratios=each.ratios[:1]) for each in some]
 
     monkeypatch.setattr(module.sections, "families", corners)
     messages: list[str] = []
