@@ -123,8 +123,8 @@ def _refitted(samples: Path, target: Path) -> Profile:
 def machine_profile(given: Profile | None = None) -> tuple[Profile, Path | None]:
     """The profile to compute with here: `given`, else this machine's, which is measured now, quickly, if none is known.
 
-    It chooses the number of threads: fewer than all have a calibration of their own. The path is the new file's; a
-    calibration that other programs disturbed is not kept.
+    It chooses the number of threads: fewer than all have a calibration of their own. The path is the new file's, if
+    there is one: a calibration that other programs disturbed is not kept.
     """
     threads = limit_threads()
     with suppress(NotCalibrated):
@@ -140,7 +140,7 @@ def machine_profile(given: Profile | None = None) -> tuple[Profile, Path | None]
     if profile.disturbed:
         path.unlink(missing_ok=True)
         echo("note: this calibration is not kept, as other programs disturbed it", err=True)
-    return profile, path
+    return profile, None if profile.disturbed else path
 
 
 def other_threads(profile: Profile) -> str:

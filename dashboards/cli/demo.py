@@ -1,7 +1,7 @@
 """`ridgeplan demo`: recommends a plan for the embedded model, runs it and checks it.
 
-A machine that is neither calibrated nor in the catalog is calibrated first. Where plain decoding then takes another
-time, that calibration is not kept.
+A machine that is neither calibrated nor in the catalog is calibrated first. That calibration is not kept where other
+programs disturbed it, or where plain decoding then takes another time.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     plans = plans_to_run(recommendation)
     results = execute(plans, source, profile)
     titled = list(zip(plans.values(), results.runs, strict=True))
-    dropped = report_misfit(results.runs[0].comparison, profile, measured)
     if as_json:
         runs = [run_dict(title, run) for title, run in titled]
         print_json({"recommendation": recommendation.to_dict(), "runs": runs, "in_turns": results.in_turns})
-        return
-    for title, run in titled:
-        echo(f"{title} continues the prompt:\n{run.texts[0].strip()}\n")
-    for title, run in titled:
-        print_comparison(title, run.comparison)
-    print_bars("Time per token", time_bars([(title, run.comparison) for title, run in titled]))
-    note_order(results.in_turns)
-    echo(f"\nNext:\n{CALIBRATE if dropped else ''}{NEXT}")
+    else:
+        for title, run in titled:
+            echo(f"{title} continues the prompt:\n{run.texts[0].strip()}\n")
+        for title, run in titled:
+            print_comparison(title, run.comparison)
+        print_bars("Time per token", time_bars([(title, run.comparison) for title, run in titled]))
+        note_order(results.in_turns)
+    dropped = report_misfit(results.runs[0].comparison, profile, measured) or profile.disturbed
+    if not as_json:
+        echo(f"\nNext:\n{CALIBRATE if dropped else ''}{NEXT}")
 
 
 def time_bars(compared: Iterable[tuple[str, Comparison]]) -> Iterator[tuple[str, str, float, str]]:
