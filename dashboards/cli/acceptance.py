@@ -220,11 +220,11 @@ def tune(
 ) -> None:  # fmt: skip
     """Tune the sparse ratio and gamma of the drafts of the plan in file PLAN on a text.
 
-    The first step takes the smallest ratio with 97% of the most tokens per round, at the largest gamma. Gamma, and then
-    the ratio once more, are those with the least time per token. Each ratio and gamma that a step compares is a
-    generation at temperature 1 that continues the text. With --quick, acceptance is measured at the largest gamma only,
-    and times are predicted at this machine's calibrated rates. A plan whose drafts read all tokens has no ratio to
-    tune. The acceptance by position is saved for each ratio and gamma, and `plan` and `estimate` use it.
+    The first step takes the smallest ratio that reaches 97% of the most tokens per round, at the largest gamma. Then
+    gamma, and the ratio once more, are chosen by the least time per token. Each ratio and gamma that a step compares is
+    a generation at temperature 1 that continues the text. With --quick, acceptance is measured at the largest gamma
+    only, and times are predicted at this machine's calibrated rates. A plan whose drafts read all tokens has no ratio
+    to tune. The acceptance by position is saved for each ratio and gamma, and `plan` and `estimate` use it.
 
     Examples:
       ridgeplan tune plan.json --text book.txt --output tuned.json

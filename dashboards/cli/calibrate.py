@@ -57,9 +57,8 @@ def calibrate(
     Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4; --quick
     takes the quieter half of the readings instead, if these differ by at most half, and widens the bands. On a CPU, all
     kernel classes are read again after the others, as other programs may slow all readings of a class alike, and scaled
-    so that whole rounds of a model take what was measured. Beside other programs, this command, demo, run, chat and
-    serve compute with as many threads as cores are free, unless OMP_NUM_THREADS says how many. Each number of threads
-    has a calibration of its own.
+    so that whole rounds of a model take what was measured. Beside other programs, calibrate, demo, run, chat and serve
+    use one thread for each free core; OMP_NUM_THREADS overrides this. Each number of threads has its own calibration.
 
     With --engine, the decode steps of vLLM (in this process) or of any running OpenAI-compatible server are measured in
     minutes: their profile is what `plan`, `cost`, `compare`, `sweep`, `fit` and `export` then use for that engine.

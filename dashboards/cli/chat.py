@@ -32,8 +32,8 @@ def chat(
 ) -> None:  # fmt: skip
     """Talk with a model that has a chat template. The KV cache is kept between turns.
 
-    /reset starts a new chat, Ctrl-C stops an answer, and Ctrl-D ends it. Without a terminal, each line of standard
-    input is a message.
+    /reset starts a new chat, Ctrl-C stops an answer, and Ctrl-D ends the chat. Without a terminal, each line of
+    standard input is a message.
 
     Examples:
       ridgeplan chat model.gguf --system 'Be brief.'

@@ -27,8 +27,8 @@ GRACE_S = 2  # for answers that run when the server ends
 def serve(host: str, port: int, name: str | None, max_new_tokens: int | None, **engine_options: Any) -> None:
     """Serve completions and chat completions on localhost, as OpenAI's API has them. Ctrl-C ends it.
 
-    One request is answered at a time, the others wait: this is for one user's tools and tests. For traffic serve with
-    vLLM (`ridgeplan export PLAN --to vllm`). A request that begins like the last one continues its KV cache.
+    Requests are answered one at a time, which suits one user's tools and tests; for traffic, serve the plan with vLLM
+    (`ridgeplan export PLAN --to vllm`). A request that begins like the last one reuses its KV cache.
 
     Examples:
       ridgeplan serve plan.json --model Qwen/Qwen2.5-0.5B-Instruct
