@@ -14,6 +14,7 @@ from ridgeplan.planner.prediction import Prediction, predict, predict_all
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.families import families
+from ridgeplan.roofline.catalog.gguf import ARCHITECTURES
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models, load_shape
@@ -31,6 +32,7 @@ from ridgeplan.roofline.plan.support import (
 
 COLUMNS = ("autoregressive", "quantspec", "progressive", "snapkv", "int8-weights", "int4-weights")
 CONTEXT = 4096  # within the trained context and the window of all models that are executed
+LONGER = 32768  # beyond these windows
 GIGA, KIB = 1e9, 1024
 SHIPPED_PROFILE = Path(__file__).parents[1] / "roofline" / "catalog" / "profiles" / "nvidia-h200.json"
 # Of a family that the catalog has no model of: those of Llama-3.1-8B, and a window for layers that have one.
@@ -46,18 +48,29 @@ TARGET = 0.08  # of predictions for models that no calibration has seen
 def supported_families() -> str:
     """What the runtime executes and what is only priced, by family and plan, and what its layers need."""
     models = {shape.architecture: shape for shape in reversed(list_models())}
+    read = {name for stored in ARCHITECTURES.values() for name in (stored.family, stored.also)}
     rows = []
     for name in families():
         generic = {**GENERIC, **(GENERIC_EXPERTS if name in WITH_EXPERTS else {}), "model_type": name}
         shape = models.get(name) or shape_from_config(generic, name, "generic sizes")
-        workload = Workload(shape.name, "h200", CONTEXT - 1024, new_tokens=1024)
-        plans = [preset(plan, workload) for plan in COLUMNS]
-        plans.insert(4, replace(plans[0], placement=Placement(offload=True, budget=1024)))
         held = as_loaded(shape)
-        rows.append((f"`{name}`", *(_status(plan, held) for plan in plans), _missing(plans, held)))
-    headers = ("family", "plain", "quantspec", "progressive", "eviction", "offload", "8-bit", "4-bit", "not executed")
+        plans, longer = (_plans(shape, context) for context in (CONTEXT, min(LONGER, shape.max_context)))
+        cells = (_status(plan, held) for plan in plans)
+        rows.append((f"`{name}`", *cells, "yes" if name in read else "no", _missing([*plans, *longer], held)))
+    headers = (
+        "family", "plain", "quantspec", "progressive", "snapkv", "offload", "8-bit", "4-bit", "from GGUF",
+        "not executed",
+    )  # fmt: skip
     without = ", ".join(f"`{name}`" for name in families() if name not in models)
     return f"{table(headers, rows)}\n\nThe catalog has no model of {without}: their rows are of generic sizes."
+
+
+def _plans(shape: ModelShape, context: int) -> list[Plan]:
+    """A plan of each column, of a prompt and new tokens that together are `context`."""
+    workload = Workload(shape.name, "h200", context - 1024, new_tokens=1024)
+    plans = [preset(plan, workload) for plan in COLUMNS]
+    plans.insert(4, replace(plans[0], placement=Placement(offload=True, budget=1024)))
+    return plans
 
 
 def _status(plan: Plan, shape: ModelShape) -> str:

@@ -31,6 +31,7 @@ PRESETS_LEGEND = (
     "weights as it stores them.",
     "`ridgeplan explain PRESET` describes a preset in words. --preset also takes combinations, such as stored+int8.",
 )
+INT4_BITS = 4.25  # per weight: a code, and a scale and a minimum of 16 bits for 128 of them
 SAMPLE = Workload("any", "any", 32_768)  # the workload at which presets are described
 
 
@@ -50,6 +51,9 @@ def lists() -> None:
 @opt.as_json
 def models(output: Path | None, as_json: bool) -> None:
     """List the model shapes of the catalog. Any other model is read from its config.json or GGUF file.
+
+    A model runs on one GPU; it is too large where none of the catalog holds its weights in 4 bits. vLLM divides such
+    models among several (`plan --gpus`).
 
     Examples:
       ridgeplan list models
@@ -143,11 +147,14 @@ def _kernels(hardware: Hardware) -> str:
 
 
 def _runs(shape: ModelShape) -> str:
-    """Whether the runtime runs a model, on GPUs or on CPUs alone."""
+    """Whether the runtime runs a model, on GPUs or on CPUs alone, or no GPU of the catalog holds it."""
     if missing_architecture(shape):
         return "no"
-    gpu = next(machine for machine in list_hardware() if machine.kind == "gpu")
-    return "on CPUs" if missing_architecture(shape, gpu) else "yes"
+    gpus = [machine for machine in list_hardware() if machine.kind == "gpu" and machine.has_kernels]
+    if missing_architecture(shape, gpus[0]):
+        return "on CPUs"
+    holds = max(gpu.memory_bytes for gpu in gpus) >= shape.parameters * INT4_BITS / 8
+    return "yes" if holds else "too large"
 
 
 def _model_row(shape: ModelShape) -> tuple[str, ...]:

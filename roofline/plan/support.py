@@ -366,5 +366,5 @@ def missing_cost_model(plan: Plan, shape: ModelShape) -> str | None:
         return None
     return (
         f"{unsupported} chooses tokens for each KV head, and {shape.name} caches one latent row for all heads; "
-        "allowed: plans that read every token, and StreamingLLM"
+        "allowed: plans that read every token (StreamingLLM has a cost model, but does not run on latents)"
     )

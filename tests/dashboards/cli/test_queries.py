@@ -267,6 +267,14 @@ def test_lists_print_every_name(invoke: Any, kind: str) -> None:
     assert invoke("list", kind).stdout == invoke(kind).stdout
 
 
+@pytest.mark.parametrize(
+    ("model", "runs"), [("Qwen3-8B", "yes"), ("Kimi-K2-Instruct", "too large"), ("gemma-4-E2B-it", "no")]
+)
+def test_models_say_whether_they_run_and_whether_a_gpu_holds_them(invoke: Any, model: str, runs: str) -> None:
+    (row,) = (line for line in invoke("list", "models").stdout.splitlines() if line.startswith(f"{model} "))
+    assert f"  {runs}  " in f"{row}  "
+
+
 def test_a_gpu_is_listed_in_the_units_of_its_columns(invoke: Any) -> None:
     """24,564 MiB are 25.8 GB; 1.01 TB/s and 165 TFLOP/s meet at 164 FLOP/byte."""
     (row,) = (line.split() for line in invoke("list", "gpus").stdout.splitlines() if line.startswith("rtx4090 "))
