@@ -114,6 +114,19 @@ def test_every_tab_is_legible(server: Any, context: Any, scheme: str) -> None:
         page.close()
 
 
+@pytest.mark.parametrize("width", [390, 1440])
+def test_expanders_open_with_all_that_they_hold(server: Any, context: Any) -> None:
+    """Without another run of the page, and no wider than the screen."""
+    page = opened(context, f"{server.url}/?tab=Papers")
+    context.set_offline(True)  # nothing more arrives
+    for title, content in (("For vLLM", "vllm serve"), ("Why this plan", "The next best plans")):
+        page.get_by_text(title).first.click()
+        page.get_by_text(content).first.wait_for()
+    main = page.locator('[data-testid="stMain"]')
+    assert main.evaluate("one => one.scrollWidth <= one.clientWidth")
+    context.set_offline(False)
+
+
 def cross(first: dict[str, float], other: dict[str, float]) -> bool:
     """Whether two boxes share more than a margin of two pixels."""
     return all(
