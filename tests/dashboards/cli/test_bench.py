@@ -3,8 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,18 @@ def test_planner_speed_is_told_in_units_and_saved(
 CASES = (("autoregressive", 0), ("quantspec-kv", 2))
 
 
+@pytest.fixture(scope="module")
+def loaded_once() -> Iterator[None]:
+    """A model that was placed inside a shape keeps its large weights, which take seconds to make."""
+    from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InflatedModel, "load", cache(InflatedModel.load))
+        yield
+
+
 @pytest.fixture
-def small_shape(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
+def small_shape(loaded_once: None, monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     """A shape little larger than SmolLM2's, under a name of the catalog."""
     shape = llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200)
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.load_shape", lambda name: shape)
