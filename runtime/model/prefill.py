@@ -134,7 +134,7 @@ def prefill_all(
             for observer, row in observing:
                 observer.observe_prompt(index, row, start, hidden[: parts.tokens])
             mixed = layer.mixer.prefill(chunk, index, layer, hidden)
-            finish_layer(decoder, layer, hidden, mixed, parts)
+            finish_layer(layer, hidden, mixed, parts)
         for observer, row in observing:
             observer.observe_prompt(len(weights.layers), row, start, hidden[: parts.tokens])
     for destination in destinations:
@@ -174,7 +174,7 @@ class _ChunkPass:
         attend_layer(buffers, parts, settings, attention.sinks, windowed=self.whole, visible=visible)
         for fill in self.fills:
             fill.store(settings.place, buffers, self.kept_layers)
-        gate_layer(self.decoder, layer, attention, hidden, buffers, parts)
+        gate_layer(layer, attention, hidden, buffers, parts)
         return buffers.queries
 
     def recur(self, index: int, layer: LayerWeights, state: DeltaWeights, hidden: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class _ChunkPass:
         first, *others = self.destinations
         current, earlier = first.states.states[place, first.row], first.states.earlier(place, first.row, self.start)
         sizes = self.buffers, self.parts, earlier, current
-        out, last = recur_layer(self.decoder, layer, state, hidden, *sizes)
+        out, last = recur_layer(layer, state, hidden, *sizes)
         for other in others:
             other.states.states[place, other.row] = current
         for destination in self.destinations:

@@ -167,7 +167,7 @@ class TextPass:
         buffers = self.buffers.of(settings.attention)
         project_layer(self.decoder, index, layer, attention, hidden, buffers, self.parts)
         attend_layer(buffers, self.parts, settings, attention.sinks)
-        gate_layer(self.decoder, layer, attention, hidden, buffers, self.parts)
+        gate_layer(layer, attention, hidden, buffers, self.parts)
         return buffers.queries
 
     def recur(self, index: int, layer: LayerWeights, state: DeltaWeights, hidden: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class TextPass:
         zeros = hidden.new_zeros
         earlier = zeros(state.vectors.taps.shape[1] - 1, state.vectors.inputs)
         empty = zeros(state.vectors.state_sizes, dtype=torch.float32)
-        return recur_layer(self.decoder, layer, state, hidden, self.buffers, self.parts, earlier, empty)[0]
+        return recur_layer(layer, state, hidden, self.buffers, self.parts, earlier, empty)[0]
 
     def attend_latent(
         self, index: int, layer: LayerWeights, attention: LatentAttentionWeights, hidden: Tensor
@@ -186,23 +186,13 @@ class TextPass:
         return self.buffers.queries[..., : attention.values.shape[1]]
 
 
-def prefill_layer(
-    decoder: Decoder,
-    index: int,
-    layer: LayerWeights,
-    hidden: Tensor,
-    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
-    buffers: LayerBuffers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Updates hidden [tokens, hidden] in place by layer `index`; returns keys and values [kv_heads, tokens, head_dim].
-
-    These are views of `buffers`, which are allocated unless given.
-    """
-    buffers = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config.shape, hidden)
+def prefill_layer(decoder: Decoder, index: int, layer: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Updates hidden [tokens, hidden] in place by a layer; returns keys and values [kv_heads, tokens, head_dim]."""
+    buffers = LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config.shape, hidden)
     buffers = buffers.of(decoder.config.layers[index].attention)
-    parts = Parts(len(hidden), len(hidden), chunk_tokens)
+    parts = Parts(len(hidden), len(hidden))
     mixed = layer.mixer.prefill(TextPass(decoder, buffers, parts), index, layer, hidden)
-    finish_layer(decoder, layer, hidden, mixed, parts)
+    finish_layer(layer, hidden, mixed, parts)
     return buffers.keys, buffers.values
 
 
@@ -306,12 +296,7 @@ def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, toke
 
 
 def gate_layer(
-    decoder: Decoder,
-    layer: LayerWeights,
-    attention: AttentionWeights,
-    hidden: Tensor,
-    buffers: LayerBuffers,
-    parts: Parts,
+    layer: LayerWeights, attention: AttentionWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts
 ) -> None:
     """Applies the gate of attention's output in place, of families that have one.
 
@@ -323,7 +308,6 @@ def gate_layer(
 
 
 def recur_layer(
-    decoder: Decoder,
     layer: LayerWeights,
     weights: DeltaWeights,
     hidden: Tensor,
@@ -355,7 +339,7 @@ def recur_layer(
     return out, last
 
 
-def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, mixed: Tensor, parts: Parts) -> None:
+def finish_layer(layer: LayerWeights, hidden: Tensor, mixed: Tensor, parts: Parts) -> None:
     """Output projection of what the token mixer left, [tokens, ...], and MLP, in place of hidden [tokens, hidden]."""
     for chunk in parts.chunks:
         # The mixer's output has no name, so that it is freed before the MLP, whose activations make the peak.

@@ -62,7 +62,7 @@ class Teacher:
         text = _ReadPass(self.decoder, buffers, parts, queries, masses)
         for index, layer in enumerate(self.weights.layers):
             mixed = layer.mixer.prefill(text, index, layer, hidden)
-            finish_layer(self.decoder, layer, hidden, mixed, parts)
+            finish_layer(layer, hidden, mixed, parts)
         return self.weights.norm(hidden, None)[1], torch.stack(masses, dim=1)
 
     @torch.no_grad()

@@ -89,7 +89,7 @@ def lesson(decoder: Decoder, weights: DecoderWeights, depths: Sequence[int], tar
     parts = Parts(len(hidden), len(hidden))
     text, streams = TextPass(decoder, buffers, parts), {0: hidden.clone()} if 0 in depths else {}
     for index, layer in enumerate(weights.layers):
-        finish_layer(decoder, layer, hidden, layer.mixer.prefill(text, index, layer, hidden), parts)
+        finish_layer(layer, hidden, layer.mixer.prefill(text, index, layer, hidden), parts)
         if index + 1 in depths:
             streams[index + 1] = hidden.clone()
     logits = weights.logits(weights.norm(hidden, None)[1])
