@@ -123,7 +123,7 @@ def machine_profile(given: Profile | None = None) -> tuple[Profile, Path | None]
     """The profile to compute with here: `given`, else this machine's, which is measured now, quickly, if none is known.
 
     It chooses the number of threads: fewer than all have a calibration of their own. The path is the new file's, if
-    there is one: a calibration that other programs disturbed is not kept.
+    there is one: a calibration of all cores that other programs disturbed is not kept.
     """
     threads = limit_threads()
     with suppress(NotCalibrated):
@@ -136,10 +136,11 @@ def machine_profile(given: Profile | None = None) -> tuple[Profile, Path | None]
     echo("note: this machine is neither calibrated nor in the catalog; measuring it now, once", err=True)
     path = profile_path(threads)
     profile, _ = calibrate_with_progress(quick=True, target=path, allow_noisy=True)
-    if profile.disturbed:
-        path.unlink(missing_ok=True)
-        echo("note: this calibration is not kept, as other programs disturbed it", err=True)
-    return profile, None if profile.disturbed else path
+    if threads or not profile.disturbed:  # beside programs that stay, another one would be no better
+        return profile, path
+    path.unlink(missing_ok=True)
+    echo("note: this calibration is not kept, as other programs disturbed it", err=True)
+    return profile, None
 
 
 def other_threads(profile: Profile) -> str:

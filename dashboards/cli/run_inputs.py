@@ -20,6 +20,7 @@ from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.quantities import time_text, tokens_text
 from ridgeplan.roofline.catalog.files import MAX_DOCUMENT_BYTES, existing_path, expanded
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.validation import brief
 
 if TYPE_CHECKING:
@@ -183,9 +184,10 @@ def plan_for_run(model: str, context: int, search: SearchOptions) -> Plan:
     """The fastest plan that runs a model on this machine; a note on stderr names it. Raises as `recommend` does."""
     recommendation = planner.recommend(model, "auto", context, search)
     workload, predicted = recommendation.plan.workload, recommendation.predicted
+    disturbed = ", while other programs ran" * (isinstance(search.profile, Profile) and search.profile.disturbed)
     echo(
         f"note: planned for {tokens_text(workload.context)} tokens of context and {workload.new_tokens} new ones: "
-        f"{recommendation.name}, {time_text(predicted.best.tpot_ms)} per token [{predicted.source}]",
+        f"{recommendation.name}, {time_text(predicted.best.tpot_ms)} per token [{predicted.source}{disturbed}]",
         err=True,
     )
     return recommendation.plan

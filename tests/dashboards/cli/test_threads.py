@@ -152,6 +152,19 @@ def test_a_disturbed_calibration_is_used_and_not_kept(
     assert machine_profile() == (disturbed, None)
     assert not profile_path().exists()
     assert "this calibration is not kept, as other programs disturbed it" in capsys.readouterr().err
+    statistics(1, 0)  # measuring again would be disturbed again
+    assert machine_profile() == (disturbed, profile_path(1))
+    assert load_profile(profile_path(1)).disturbed
+
+
+@pytest.mark.parametrize("spread", [0.1, 2.0])
+def test_a_plan_by_a_disturbed_calibration_says_so(
+    invoke: Any, cpu_profile: Profile, tmp_path: Path, tiny_folder: Path, spread: float
+) -> None:
+    classes = {name: replace(rates, spread=spread) for name, rates in cpu_profile.classes.items()}
+    path = save_profile(replace(cpu_profile, classes=classes), tmp_path / "own.json")
+    result = invoke("run", tiny_folder, "--prompt", "The", "--max-new-tokens", 2, "--profile", path)
+    assert (", while other programs ran]" in result.stderr) == (spread > 1)
 
 
 def test_calibrate_saves_what_fewer_threads_reach_apart(
