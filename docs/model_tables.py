@@ -84,7 +84,7 @@ def _missing(plans: list[Plan], shape: ModelShape) -> str:
     """What the runtime lacks for the model, or else for those of the plans that it does not execute."""
     missing = missing_architecture(shape, load_hardware("h200"))
     if missing:
-        return ", ".join(layer_needs(shape)) or missing.partition(", yet")[0]
+        return ", ".join(layer_needs(shape)) or missing.partition(" (")[0]
     plans = [plan for plan in plans if not missing_cost_model(plan, shape)]
     return ", ".join(dict.fromkeys(reason for plan in plans for reason in missing_execution(plan, shape))) or "-"
 

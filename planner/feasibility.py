@@ -182,8 +182,13 @@ def _stored_file(question: Question) -> Iterator[str]:
 def on_device(question: Question, whole_model: Question | None = None) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
     gpus = fewest_gpus(whole_model or question)
-    several = Fix({"gpus": gpus}, f"{gpus} x {question.profile.hardware.name}") if gpus else None
+    several = more_gpus(gpus, question.profile.hardware.name) if gpus else None
     return tuple(_fixes(question.with_options(offload=False), several))
+
+
+def more_gpus(gpus: int, name: str) -> Fix:
+    """The question for several GPUs of a kind."""
+    return Fix({"gpus": gpus}, f"{gpus} x {name} (--gpus {gpus})")
 
 
 def fewest_gpus(question: Question, preset: str | None = None) -> int | None:

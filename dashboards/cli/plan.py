@@ -64,7 +64,7 @@ def answer_lines(recommendation: Recommendation, how_much: str = "--all shows ho
     batched = workload.batch > 1
     per_request = f", {number(best.tokens_per_s / workload.batch)} each" if batched else ""
     verdict, gamma = sentence(headline(recommendation)), f", gamma {predicted.gamma}" if predicted.gamma else ""
-    name = short_name(recommendation.name)
+    name, used_gib = short_name(recommendation.name), best.peak_memory_bytes / GIB
     degrees = f", {workload.parallel}" if workload.parallel != SINGLE else ""
     return [
         f"{workload.model} on {workload.devices}, {tokens_text(workload.context)} tokens, "
@@ -76,7 +76,7 @@ def answer_lines(recommendation: Recommendation, how_much: str = "--all shows ho
         f"{per_request}",
         f"Memory{' of each GPU' if degrees else ''}: {size_text(best.peak_memory_bytes)} of "
         f"{size_text(recommendation.memory_limit_bytes)} "
-        f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
+        f"({used_gib:{'.1f' if used_gib > 1 else '.2g'}} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
         *([f"Drafter: {recommendation.drafter_text}"] if recommendation.drafter_range else []),
         _quality_cost(recommendation.losses, how_much),
         *_caveats(recommendation),

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity
-from ridgeplan.planner.feasibility import NothingFits, context_limits, executable_families, fewest_gpus, smallest_plans
+from ridgeplan.planner.feasibility import (
+    NothingFits,
+    context_limits,
+    executable_families,
+    fewest_gpus,
+    more_gpus,
+    smallest_plans,
+)
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question, SearchOptions, ask
@@ -128,7 +135,7 @@ def remedies(
     """What would make a size fit that does not: more GPUs for a preset, else all that `recommend` offers."""
     if preset:
         gpus = fewest_gpus(ask(model, gpu, context, options, batch=batch), preset)
-        return (Fix({"gpus": gpus}, f"{gpus} x {gpu}"),) if gpus else ()
+        return (more_gpus(gpus, gpu),) if gpus else ()
     try:
         recommend(model, gpu, context, options, batch=batch)
     except NothingFits as error:

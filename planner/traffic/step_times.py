@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ridgeplan.planner.feasibility import NothingFits, fewest_gpus
+from ridgeplan.planner.feasibility import NothingFits, fewest_gpus, more_gpus
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question
@@ -149,7 +149,7 @@ class Replica:
             needed, limit = size_text(sizes.fixed), size_text(question.memory_limit_bytes)
             gpu, name = question.profile.hardware.name, question.shape.name
             gpus = fewest_gpus(question, preset_name(self.plan))
-            hint = f"; allowed: {gpus} x {gpu}" if gpus else ""
+            hint = f"; allowed: {more_gpus(gpus, gpu).text}" if gpus else ""
             raise NothingFits(f"{name} does not fit {gpu}: {needed} of {limit} without any KV cache{hint}")
         queries = 1 + self.plan.speculation.gamma
         if engine is not None:

@@ -287,9 +287,9 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     if shape.architecture in executable_architectures() and needs:
         return f"the runtime does not execute layers with {needs} yet"
     if shape.architecture not in executable_architectures():
-        needed = f", whose layers need {needs}" if needs else ""
+        needed = f": its layers have {needs}" if needs else ""
         instead = executed_instead(shape.architecture)
-        return f"the runtime does not execute architecture {shape.architecture!r}{needed}, yet ({instead})"
+        return f"the runtime does not execute {shape.architecture!r} yet{needed} ({instead})"
     held = shape.weight_bits.format
     if held not in LOADED_FORMATS:
         return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
@@ -312,7 +312,9 @@ def layer_needs(shape: ModelShape) -> list[str]:
     """What a model's layers have that the runtime does not execute."""
     attentions = [attention for attention, _ in shape.attentions]
     checks = {
-        "states of other rules": any(state.rule != DELTA_RULE or state.gate_rank for state, _ in shape.states),
+        "states of Mamba-2, or that decay by channel": any(
+            state.rule != DELTA_RULE or state.gate_rank for state, _ in shape.states
+        ),
         "experts without a gate": any(mlp.experts and not mlp.gated for mlp, _ in shape.mlps),
         "experts beside a dense MLP": any(mlp.experts and mlp.intermediate for mlp, _ in shape.mlps),
         "experts on a projected stream": any(mlp.expert_hidden for mlp, _ in shape.mlps),

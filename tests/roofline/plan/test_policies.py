@@ -171,9 +171,9 @@ def test_codes_and_drafts_stay_within_a_sliding_window_of_4096(name, context, mi
 def test_the_runtime_executes_dense_families():
     names = {"Llama-3.1-8B", "mistralai/Mistral-7B-v0.1", "Qwen2.5-0.5B", "Qwen3-8B"}
     assert all(missing_architecture(load_shape(name)) is None for name in names)
-    needed = "whose layers need states of other rules, experts without a gate"
+    needed = "its layers have states of Mamba-2, or that decay by channel, experts without a gate"
     instead = "`ridgeplan list models` shows what runs"
-    message = f"the runtime does not execute architecture 'nemotron_h', {needed}, yet ({instead})"
+    message = f"the runtime does not execute 'nemotron_h' yet: {needed} ({instead})"
     assert missing_architecture(load_shape("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")) == message
     assert missing_architecture(load_shape("openai/gpt-oss-20b")) is None
 
