@@ -9,7 +9,8 @@ them. Every plan then continues the text once. Rows are saved one by one; a run 
         --code texts/code.txt --docs texts/docs.txt --prose texts/prose.txt --random 4096x1 32768x1
 
 Several such scripts may share a GPU (gpu_turns.py).
-With --random, plain decoding and rounds that adapt continue random tokens, on which drafts are seldom accepted.
+With --random, plain decoding and rounds that adapt continue random tokens, on which drafts are seldom accepted. With
+--predict, the rows of OUTPUT are predicted again with the head's folder, which needs no GPU.
 
 A head of the small model (`ridgeplan distill --drafter --draft-vocab 32000`) is placed in the large shape as the small
 model is: its products, its cache and its 32,000 draft tokens have the sizes of a head for Llama-3.1-8B, and its
@@ -19,9 +20,10 @@ proposals are the small head's (`Inflater.draft_head` in validate/decode_bench/i
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -34,8 +36,11 @@ from results_file import ResultsFile, free
 from ridgeplan import planner
 from ridgeplan.dashboards.cli.bench_decode import WorkloadParam
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
+from ridgeplan.dashboards.files import write_json
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.resolution import resolve, workload_for
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import (
     Drafter,
@@ -50,10 +55,12 @@ from ridgeplan.roofline.plan.plan import (
 from ridgeplan.roofline.plan.presets import autoregressive, preset
 from ridgeplan.runtime import Engine, SamplingParams, WorkloadError
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.comparison import compare_measured
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.decode_bench.inflation import inflated_shape
 from ridgeplan.validate.decode_bench.report import DecodeCase, DecodeRow
-from ridgeplan.validate.measure import WARM_TOKENS, measure
+from ridgeplan.validate.measure import WARM_TOKENS, Measured, measure
 from ridgeplan.validate.prompts import LIKELY_CHARACTERS_PER_TOKEN, prompt_batch, random_batch, read_prompt
 
 SHAPE = "Llama-3.1-8B"
@@ -208,6 +215,30 @@ class Bench:
         return row
 
 
+def predict_again(path: Path, profile: Profile, function: ModelShape, head: str) -> None:
+    """Predicts the saved rows anew by a profile.
+
+    function: shape of the small model, whose acceptance the rows have. head: where its draft head is today.
+    """
+    results = json.loads(path.read_text(encoding="utf-8"))
+    function = replace(function, name=results["settings"]["function"])
+    shape = inflated_shape(function, load_shape(results["settings"]["shape"]))
+    rows = [row for section in results.values() if isinstance(section, list) for row in section if "error" not in row]
+    for row in rows:
+        plan, figures = Plan.from_dict(row["given"]), row["measured"]
+        workload = replace(plan.workload, drafter_head=head and plan.workload.drafter_head and head)
+        kept = {each.name: figures[each.name] for each in fields(Statistics) if each.name in figures}
+        statistics = Statistics(**kept, prompt_tokens=(workload.context,) * workload.batch)
+        measured = Measured(workload.context, workload.new_tokens, workload.batch, statistics)
+        plan = replace(plan, workload=workload)
+        compared = compare_measured(plan, shape, profile, measured, function=function)
+        predicted = {each.name: each for each in compared.rows}
+        for saved in row["comparison"]:
+            figure = replace(predicted[saved["name"]], measured=saved["measured"])
+            saved.update(predicted=figure.predicted, error=figure.error)
+    write_json(path, results)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -221,11 +252,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further cell begins")
+    parser.add_argument("--predict", action="store_true", help="only predict the rows of OUTPUT again")
     for kind in TextKind:
         parser.add_argument(f"--{kind}", type=Path, help="text file")
     chosen, end = parser.parse_args(arguments), time.monotonic()
     end += chosen.seconds
     shape, profile = resolve(chosen.shape, chosen.gpu)
+    if chosen.predict:
+        predict_again(chosen.output, profile, load_shape(embedded_or(chosen.model)), chosen.drafter_head)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = InflatedModel.load(embedded_or(chosen.model), shape, device)
     texts = {kind: read_prompt(path) for kind in TextKind if (path := getattr(chosen, kind))}

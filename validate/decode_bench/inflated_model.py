@@ -63,7 +63,7 @@ class InflatedModel:
         source = model_source(model)
         hub = load_config(source)
         config = decoder_config(hub, source)
-        limited = inflated_shape(config, shape)
+        limited = inflated_shape(config.shape, shape)
         ChannelMap(config, limited).check()
         inflated = cls(source, hub, load_tokenizer(source), limited, named_shape(model), place)
         _require_weight_memory(limited, place, inflated.dtype)

@@ -179,15 +179,14 @@ LIFT = 2.0**10  # weight of the final norm for the constant channel
 PUSH = -(2.0**15)  # an added token's logit, per unit of the normalized constant
 
 
-def inflated_shape(config: DecoderConfig, shape: ModelShape) -> ModelShape:
+def inflated_shape(small: ModelShape, shape: ModelShape) -> ModelShape:
     """`shape` with an output head of its own, a vocabulary that holds the small model's, and its context limit."""
-    small = config.shape
     return replace(shape, vocab=max(small.vocab, shape.vocab), max_context=small.max_context, tied_embeddings=False)
 
 
 def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
-    """The decoder of `inflated_shape(config, shape)` that the weights of `Inflater` are for."""
-    shape = inflated_shape(config, shape)
+    """The decoder of `inflated_shape(config.shape, shape)` that the weights of `Inflater` are for."""
+    shape = inflated_shape(config.shape, shape)
     return replace(
         config,
         shape=shape,
@@ -207,7 +206,7 @@ class Inflater:
     @classmethod
     def build(cls, config: DecoderConfig, shape: ModelShape, device: torch.device, seed: int = 0) -> Inflater:
         """For weights of `config` on `device`. Raises InflationError naming what does not fit."""
-        channel_map = ChannelMap(config, inflated_shape(config, shape))
+        channel_map = ChannelMap(config, inflated_shape(config.shape, shape))
         channel_map.check()
         return cls(channel_map, torch.Generator(device).manual_seed(seed))
 

@@ -112,7 +112,7 @@ def test_a_draft_head_proposes_as_the_small_models():
 
 def test_the_vocabulary_grows_to_hold_the_small_models():
     config, weights = small()
-    shape = inflated_shape(config, llama_like_shape(2, 160, 200, 8, 4, 32, vocab=64))
+    shape = inflated_shape(config.shape, llama_like_shape(2, 160, 200, 8, 4, 32, vocab=64))
     assert (shape.vocab, shape.tied_embeddings) == (128, False)
     assert inflated_weights(config, weights, shape).head.weight.shape == (128, 160)
 
@@ -283,4 +283,4 @@ def test_drafts_of_smollm2_are_accepted_as_often_as_natively(smollm2, long_text)
 
 def test_shapes_of_the_catalog_are_large_enough():
     config, _ = small()
-    assert inflated_shape(config, load_shape("meta-llama/Llama-3.1-8B")).vocab == 128256
+    assert inflated_shape(config.shape, load_shape("meta-llama/Llama-3.1-8B")).vocab == 128256
