@@ -37,11 +37,11 @@ def drafter_summary() -> str:
     document, cells = result(TIMES), list(_cells())
     errors = [abs(error) for _, _, rows in cells for row in rows.values() if (error := _error(row)) is not None]
     texts = [cell for cell in cells if cell[0] != "random"]
-    regrets = {
-        f"{kind} {size}": _ms(rows[document[f"recommended, {kind} {size}"]]) / min(map(_ms, rows.values())) - 1
-        for kind, size, rows in texts
-        if f"recommended, {kind} {size}" in document
-    }
+    chosen = [(f"{kind} {size}", rows[name], rows.values()) for kind, size, rows in texts
+              if (name := document.get(f"recommended, {kind} {size}"))]  # fmt: skip
+    regrets = {cell: _ms(row) / min(map(_ms, others)) - 1 for cell, row, others in chosen}
+    at_kind = {cell: _ms_at_kind(row) / min(map(_ms_at_kind, filter(_predicted, others))) - 1
+               for cell, row, others in chosen}  # fmt: skip
     gated = {f"{kind} {size}": _ms(rows["suffix, adaptive cascade"]) / _ms(rows.get("self-drafts", rows["none"])) - 1
              for kind, size, rows in texts if kind == "prose"}  # fmt: skip
     random = {size: _ms(rows["adaptive"]) / _ms(rows["plain"]) - 1 for kind, size, rows in cells if kind == "random"}
@@ -54,6 +54,7 @@ def drafter_summary() -> str:
         (what, ", ".join(f"{name} {value:{form}}" for name, value in values.items()))
         for what, form, values in (
             ("recommended drafter over the best measured, minus 1", ".1%", regrets),
+            ("the same at the acceptance that is known of the kind of text, minus 1", ".1%", at_kind),
             ("on prose, rounds that adapt over self-drafts alone, minus 1", ".1%", gated),
             ("on random tokens, rounds that adapt over plain decoding, minus 1", ".1%", random),
             ("vLLM's pass with three drafts of a head over ours", ".2f", heads),
@@ -126,6 +127,12 @@ def _predicted(row: Mapping[str, Any]) -> float | None:
         return None
     name = AT_MEASURED if row["gamma"] else "tpot"
     return next(each["predicted"] for each in row["comparison"] if each["name"] == name)
+
+
+def _ms_at_kind(row: Mapping[str, Any]) -> float:
+    """Milliseconds per token at the acceptance predicted for the kind of text, by the measured times of a round."""
+    expected = next(each["predicted"] for each in row["comparison"] if each["name"] == "tpot")
+    return _ms(row) * expected / (_predicted(row) or expected)
 
 
 def _error(row: Mapping[str, Any]) -> float | None:
