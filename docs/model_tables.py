@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from readme_tables import result, table
 
 from ridgeplan.planner.engines.measurements import shipped_measurements
-from ridgeplan.planner.prediction import Prediction, predict, predict_all
+from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.gguf import ARCHITECTURES
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.models import list_models, load_shape
-from ridgeplan.roofline.catalog.profile import Profile, load_profile
+from ridgeplan.roofline.catalog.models import list_models
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.ops import activated_experts
 from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset, short_name
@@ -34,7 +33,6 @@ COLUMNS = ("autoregressive", "quantspec", "progressive", "snapkv", "int8-weights
 CONTEXT = 4096  # within the trained context and the window of all models that are executed
 LONGER = 32768  # beyond these windows
 GIGA, KIB = 1e9, 1024
-SHIPPED_PROFILE = Path(__file__).parents[1] / "roofline" / "catalog" / "profiles" / "nvidia-h200.json"
 # Of a family that the catalog has no model of: those of Llama-3.1-8B, and a window for layers that have one.
 GENERIC = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -119,12 +117,8 @@ CONTEXTS, BATCHES = (4096, 32768), (1, 2, 4, 8, 16, 32)
 
 
 def measured_models(name: str) -> str:
-    """Measured plain decoding and best plans of models of true size, their predictions' errors, and vLLM's times.
-
-    Rows that name a profile ran its kernels; beside their best plan is what the shipped profile predicts for today's.
-    """
+    """Measured plain decoding and best plans of models of true size, their predictions' errors, and vLLM's times."""
     lines, errors, engines = [], [], shipped_measurements()
-    shipped = load_profile(SHIPPED_PROFILE)
     for model, rows in result(name).items():
         if "/" not in model:
             continue  # where and when
@@ -134,18 +128,13 @@ def measured_models(name: str) -> str:
             if plain or best:
                 errors += [_error(row) for row in (plain, best) if row]
                 engine_ms = engines.tpot_ms(model, *map(int, size.split(" x ")), "auto", "auto")
-                today = ""
-                if best and "profile" in best:
-                    round_ms = _round_ms(predict(Plan.from_dict(best["given"]), load_shape(model), shipped))
-                    today = f"{round_ms / best['tokens_per_round']:.2f}"
                 lines.append(
-                    (model.partition("/")[2], size, _cell(plain), _cell(best), today,
+                    (model.partition("/")[2], size, _cell(plain), _cell(best),
                      f"{engine_ms:.2f}" if engine_ms else "", _ratio(engine_ms, plain), _ratio(engine_ms, best),
                      _name(best["plan"]) if best else "")
                 )  # fmt: skip
     columns = (
-        "model", "context x batch", "plain ms", "best ms", "predicted today", "vLLM ms", "over plain", "over best",
-        "best plan",
+        "model", "context x batch", "plain ms", "best ms", "vLLM ms", "over plain", "over best", "best plan",
     )  # fmt: skip
     sizes = [abs(error) for error in errors]
     summary = (
@@ -153,10 +142,6 @@ def measured_models(name: str) -> str:
         f"the median is off by {median(sizes):.1%}, the worst by {max(sizes):.1%}."
     )
     return f"{table(columns, lines)}\n\n{summary}"
-
-
-def _round_ms(predicted: Prediction) -> float:
-    return predicted.best.tpot_ms * predicted.tokens_per_round
 
 
 def _error(row: dict[str, Any]) -> float:

@@ -6,8 +6,7 @@ its error. A run continues a file that is there. One command on a GPU:
 
     python scripts/measure_models.py results.json --seconds 300
 
-With --predict it predicts the rows of such a file again, which needs no GPU: by --profile, or by the profile that a row
-names, of kernels that it ran and that are no longer chosen.
+With --predict it predicts the rows of such a file again by --profile, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def measure(name: str, file: ResultsFile, profile: Profile, deadline: float) -> 
 
 
 def predict_again(path: Path, profile: Profile) -> None:
-    """Predicts the saved rounds anew, by the profile of a row's kernels, and says which rows it leaves as they are.
+    """Predicts the saved rounds anew, and says which rows it leaves as they are.
 
     It also says which best plans are not those that would be recommended by `profile`. Predictions of a round's parts
     stay those of the day they were measured.
@@ -132,15 +131,10 @@ def predict_again(path: Path, profile: Profile) -> None:
                 print(f"{name}, {row['row']}: not predicted, as the row has no measured round or no plan")
                 continue
             plan = Plan.from_dict(row["given"])
-            row.update(_predicted(predict(plan, shape, profile_of(row, path, profile)), row["round_ms"]))
+            row.update(_predicted(predict(plan, shape, profile), row["round_ms"]))
             if row["row"].endswith("best") and (today := _plan("best", plan.workload, shape, profile)) != plan:
                 print(f"{name}, {row['row']}: measured {row['plan']}, recommended today {case_text(today)}")
     write_json(path, results)
-
-
-def profile_of(row: dict[str, Any], path: Path, profile: Profile) -> Profile:
-    """The profile that a row of a results file names by its file beside it; `profile` for rows that name none."""
-    return load_profile(path.parent / row["profile"]) if "profile" in row else profile
 
 
 def _predicted(prediction: Prediction, round_ms: float) -> dict[str, float]:
