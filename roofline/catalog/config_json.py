@@ -209,7 +209,7 @@ def _global_heads(config: Config) -> Fields:
     overrides = _object(config, PER_LAYER)
     if not overrides:
         return {"global_head_dim": config.get("head_dim")} if PER_LAYER in config else {}
-    kinds = _list(config, "layer_types")
+    kinds = _list(config, "layer_types", tuple(LAYER_KINDS))
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
     named = {str(layer).lstrip("0") or "0" for layer in overrides}  # with zeros ahead from 10 layers on
     first, *others = overrides.values()
@@ -241,12 +241,19 @@ def _flag(config: Config, key: str, default: bool) -> Any:
     return default if value is None else value
 
 
-def _list(config: Config, key: str, length: int | None = None) -> list[Any]:
-    """A list; an empty one where the key is missing. Raises ValueError for anything else, or another length."""
+def _list(config: Config, key: str, allowed: Sequence[Any], length: int | None = None) -> list[Any]:
+    """A list of allowed entries; an empty one where the key is missing.
+
+    Raises ValueError for anything else, or another length.
+    """
     value = config.get(key) or []
     if not isinstance(value, list) or (value and length is not None and len(value) != length):
         entries = "a list" if length is None else f"a list of {length} entries"
         raise ValueError(f"{key} must be {entries}, not {brief(value)}")
+    for entry in value:
+        if entry not in allowed:
+            each = allowed if not isinstance(allowed, range) else (f"{allowed[0]} to {allowed[-1]}",)
+            raise ValueError(f"{key} has {brief(entry)}; allowed: {', '.join(map(str, each))}")
     return value
 
 
@@ -305,14 +312,12 @@ def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
                 f"hybrid_override_pattern must consist of {', '.join(PATTERN_KINDS)}, not {brief(pattern)}"
             )
         return [PATTERN_KINDS[letter] for letter in pattern]
-    named = _list(config, "layer_types") or _list(config, "layers_block_type")
+    kinds_allowed = tuple(LAYER_KINDS)
+    named = _list(config, "layer_types", kinds_allowed) or _list(config, "layers_block_type", kinds_allowed)
     count = len(named) if config.get("layers_block_type") else _layer_count(config)
     if named:
         for key in WINDOW_KEYS:
             config.get(key)
-        unknown = [kind for kind in named if not isinstance(kind, str) or kind not in LAYER_KINDS]
-        if unknown:
-            raise ValueError(f"layer_types has {brief(unknown[0])}; allowed: {', '.join(LAYER_KINDS)}")
         if len(named) != count:
             raise ValueError(f"layer_types has {len(named)} entries; allowed: {count}, one for each layer")
         windows = config.get("sliding_window") is not None
@@ -322,7 +327,7 @@ def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
         return [(kind, mlp or ("none" if bare else "")) for kind, mlp in kinds]
     kimi = _object(config, "linear_attn_config")
     if kimi:  # counted from 1
-        full = set(_list(kimi, "full_attn_layers"))
+        full = _list(kimi, "full_attn_layers", range(1, count + 1))
         return [("full" if layer + 1 in full else "state", "") for layer in range(count)]
     interval = _whole(config, "full_attention_interval", family.full_every)
     if interval:
@@ -440,13 +445,13 @@ def _routed_layers(config: Config, layers: int) -> list[bool]:
     """Whether each layer has routed experts."""
     if not _first(config, EXPERTS, 0):
         return [False] * layers
-    named = _list(config, "mlp_layer_types", layers)
+    named = _list(config, "mlp_layer_types", ("dense", "sparse"), layers)
     if named:
         return [kind != "dense" for kind in named]
-    leading, dense = _first(config, LEADING_DENSE, 0), set(_list(config, "mlp_only_layers"))
+    leading, dense = _first(config, LEADING_DENSE, 0), _list(config, "mlp_only_layers", range(layers))
     step, frequency = _whole(config, "decoder_sparse_step", 1), config.get("moe_layer_freq", 1)
-    if isinstance(frequency, list):
-        return [bool(each) for each in _list(config, "moe_layer_freq", layers)]
+    if isinstance(frequency, list) and frequency:
+        return [bool(each) for each in _list(config, "moe_layer_freq", (0, 1), layers)]
     step = max(step, _whole(config, "moe_layer_freq", 1))
     if step < 1:
         raise ValueError("decoder_sparse_step must be 1 or more")
@@ -562,7 +567,7 @@ def _rope_fields(config: Config) -> Fields:
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must be an object, not {brief(rope)}")
     context = _first(config, ("max_position_embeddings", "model_max_length"))
-    rope = rope.get("full_attention") or rope  # layers with a sliding window may have another base
+    rope = _object(rope, "full_attention") or rope  # layers with a sliding window may have another base
     theta = rope.get("rope_theta", config.get("rope_theta"))
     fields: Fields = {} if theta is None else {"rope_theta": theta}
     if rope.get("original_max_position_embeddings") is not None:

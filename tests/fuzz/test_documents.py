@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import FUZZ, assert_one_line, binary_files, json_files, mutated, raw_tokens, toml_files
 
@@ -51,6 +51,31 @@ CONFIG = {
     "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 128}, "rope_theta": 10000.0,
     "quantization_config": {"quant_method": "fp8"}, "mlp_only_layers": [0], "attention_bias": True, "head_dim": 24,
 }  # fmt: skip
+
+BASE = {
+    name: CONFIG[name]
+    for name in (
+        "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+        "vocab_size", "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    )
+}  # fmt: skip
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16}
+# Keys that describe layers one by one or hold others: of BASE's four layers, and each with what makes it count.
+LAYERED: list[dict[str, Any]] = [
+    {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}},
+    {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 128}},
+    {"mlp_only_layers": [0]},
+    {"moe_layer_freq": [0, 1, 1, 1]},
+    {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 4, "head_dim": 16}},
+    {"hybrid_override_pattern": "M*E-", **MAMBA},
+    {"layers_block_type": ["mamba", "attention", "moe", "mlp"], **MAMBA},
+    {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64, "head_dim": 16,
+        "per_layer_config": {"1": {"num_key_value_heads": 1}, "3": {"num_key_value_heads": 1}},
+        "attention_k_eq_v": True,
+    },
+]  # fmt: skip
 
 
 @FUZZ
@@ -117,6 +142,22 @@ def test_model_configs(tmp_path: Path, family: str, document: bytes) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(document.replace(b'"deepseek_v3"', f'"{family}"'.encode()))
     check_model_file(path)
+
+
+@settings(FUZZ, max_examples=3 * FUZZ.max_examples)  # of many kinds of keys
+@given(family=st.sampled_from([*sorted(families()), "unknown"]), keys=st.sampled_from(LAYERED).flatmap(mutated))
+def test_keys_of_layers(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(raw_tokens(json.dumps({**BASE, "model_type": family, **keys})), encoding="utf-8")
+    check_model_file(path)
+
+
+@pytest.mark.parametrize("keys", LAYERED, ids=lambda keys: next(iter(keys)))
+def test_valid_keys_of_layers(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Fuzzing starts from files that are read."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**BASE, "model_type": "llama", **keys}), encoding="utf-8")
+    load_shape(str(path))
 
 
 @pytest.fixture(scope="module")
