@@ -208,14 +208,19 @@ def _global_heads(config: Config) -> Fields:
     """
     overrides = _object(config, PER_LAYER)
     if not overrides:
-        return {"global_head_dim": config.get("head_dim")} if PER_LAYER in config else {}
+        same = {"global_head_dim": config.get("head_dim")} if PER_LAYER in config else {}
+        # Without that table, other KV heads go with values that are keys.
+        return same if config.get("attention_k_eq_v") else {**same, "num_global_key_value_heads": None}
     kinds = _list(config, "layer_types", tuple(LAYER_KINDS))
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
     named = {str(layer).lstrip("0") or "0" for layer in overrides}  # with zeros ahead from 10 layers on
     first, *others = overrides.values()
     if not isinstance(first, dict) or any(other != first for other in others) or named != full:
         raise ValueError(f"{PER_LAYER} must hold the same sizes for all layers of full attention, and no others")
-    return {"global_head_dim": first.get("head_dim"), "num_global_key_value_heads": first.get("num_key_value_heads")}
+    return {
+        "global_head_dim": first.get("head_dim", config.get("head_dim")),  # what is alike is not repeated
+        "num_global_key_value_heads": first.get("num_key_value_heads"),
+    }
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:
@@ -378,10 +383,10 @@ def _attention(config: Config, family: Family, sliding: bool, later: bool) -> At
         }
         return Attention(**sizes, **latent, **_indexer(config))
     same_values = False
-    if not sliding and config.get("global_head_dim"):
-        head_dim = _whole(config, "global_head_dim")
-        if config.get("attention_k_eq_v"):
-            kv_heads, same_values = _whole(config, "num_global_key_value_heads", kv_heads), True
+    if not sliding:
+        head_dim = _whole(config, "global_head_dim", head_dim)
+        kv_heads = _whole(config, "num_global_key_value_heads", kv_heads)
+        same_values = bool(config.get("attention_k_eq_v"))
     value_dim = _whole(config, "v_head_dim", head_dim)
     gated = _flag(config, "attn_output_gate", family.output_gate)
     return Attention(

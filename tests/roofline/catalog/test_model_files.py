@@ -235,7 +235,7 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
         ),
         ({"model_type": "odd", "layer_types": ["full_attention", "conv"]}, "layer_types has 'conv'; allowed: full_"),
         ({**MOE, "num_experts": 4, "mlp_only_layers": [["a"]]}, r"mlp_only_layers has \['a'\]; allowed: 0 to 1"),
-        ({**MOE, "num_experts": 4, "mlp_layer_types": ["moe_x", "dense"]}, "mlp_layer_types has 'moe_x'; allowed: dense"),
+        ({**MOE, "num_experts": 4, "mlp_layer_types": ["moe_x", "dense"]}, "mlp_layer_types has 'moe_x'; allowed: den"),
         ({**MOE, "num_experts": 4, "moe_layer_freq": ["a", 1]}, "moe_layer_freq has 'a'; allowed: 0, 1"),
         ({**MOE, "num_experts": 4, "moe_layer_freq": []}, r"moe_layer_freq must be a whole number .* not \[\]"),
         ({"linear_attn_config": {"full_attn_layers": [[4]]}}, r"full_attn_layers has \[4\]; allowed: 1 to 2"),
@@ -397,6 +397,13 @@ def test_gemma_4_as_transformers_saves_it(tmp_path: Path, layers: int) -> None:
     assert [group.attention.head_dim for group in shape.layer_groups if group.attention] == [16, 64]
     same = load_shape(str(write_config(tmp_path, **keys, per_layer_config={})))  # as saved where all layers are alike
     assert [group.attention.head_dim for group in same.layer_groups if group.attention] == [16, 16]
+    for head_dim in ({}, {"head_dim": 16}):  # only KV heads differ: the heads' size is not repeated
+        fewer = {layer: {"num_key_value_heads": 1, **head_dim} for layer in full}
+        for same_values in (False, True):
+            path = write_config(tmp_path, **keys, attention_k_eq_v=same_values, per_layer_config=fewer)
+            attentions = [group.attention for group in load_shape(str(path)).layer_groups if group.attention]
+            sizes = [(each.head_dim, each.kv_heads, each.shares_values) for each in attentions]
+            assert sizes == [(16, 2, False), (16, 1, same_values)]
     with pytest.raises(
         BadModelFile, match="per_layer_config must hold the same sizes for all layers of full attention"
     ):
