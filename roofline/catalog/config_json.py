@@ -15,6 +15,7 @@ from ridgeplan.roofline.catalog.families import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
     INNER_TYPES,
+    KV_HEADS,
     LAYER_KINDS,
     LEADING_DENSE,
     MAMBA_GROUPS,
@@ -95,6 +96,8 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"it must hold an object, not {brief(config)}")
     keys, family = _family_keys(config)
+    if keys.get("is_encoder_decoder"):
+        raise ValueError("is_encoder_decoder is true; allowed: models without an encoder")
     notes = []
     if keys.model_type in families():
         shape = _read_shape(keys, family, name, source)
@@ -134,11 +137,12 @@ _BESIDE = re.compile(
 _STRUCTURE = re.compile(
     r"expert|moe|mamba|ssm|linear_|conv|lora|latent|index|compress|hybrid|altup|laurel|recurr|ngram|layer_types|pattern|"
     r"window|swa_|sparse|cross|encoder|hash|block_type|attn_type|state_size|global|per_layer|local|cycles|per_stack|"
-    r"kv_channels|loop|mla_|_kind|_rank$"
+    r"kv_channels|loop|mla_|_kind|_rank$|multi_query|cla_|block_configs|attention_(chunk|other_setting)"
 )
+_GATE = re.compile(r"gated_(mlp|act|ffn|linear)|glu")  # of MLPs, which are read as gated
 # Keys that say nothing of shapes: training, routing, norms, factors, tokens, and names of implementations.
 _HARMLESS = re.compile(
-    r"^_|_coef$|aux_loss|score|scoring|jitter|router|topk_method|group|scal|norm_topk|_dtype$|is_encoder_decoder|use_cache|"
+    r"^_|_coef$|aux_loss|score|scoring|jitter|router|topk_method|group|scal|norm_topk|_dtype$|use_cache|"
     r"^expert_model|_implementation|chunk_size_feed|local_rope|rope_local|^time_step|mamba_(expand|chunk)|"
     r"linear_(a_log|dt|allow)|return_dict|^id2label|^label2id|initializer|_version$|eps$|token_(id|ids|index)$|"
     r"(embedding|residual|attention|logits?|output)_multiplier|softcap|dropout|pdrop|pretraining_tp|^qk_head_dim|"
@@ -176,7 +180,12 @@ class _Keys(Mapping[str, Any]):
         for key in ACTIVATIONS:
             if self.get(key) not in (None, "silu", "swish"):
                 raise ValueError(f"{key} {brief(self[key])} does not say whether the MLP is gated")
+        ungated = next((key for key, value in self._values.items() if value is False and _GATE.search(key)), None)
+        if ungated:
+            raise ValueError(f"{ungated} is false; allowed: gated MLPs")
         values = {key: value for key, value in self._values.items() if key not in self._read and value}
+        if values.get("cla_share_factor") and self.get("use_cla") is False:
+            del values["cla_share_factor"]
         unread = [key for key in values if not _HARMLESS.search(key)]
         unknown = [key for key in unread if _STRUCTURE.search(key)]
         if unknown:
@@ -236,8 +245,12 @@ def _whole(config: Config, key: str, default: int | None = None) -> int:
 
 
 def _first(config: Config, keys: Sequence[str], default: int | None = None) -> int:
-    """The whole number of the first of several keys that is there. Raises ValueError naming the first one."""
-    present = next((key for key in keys if config.get(key) is not None), keys[0])
+    """The whole number of the first of several keys that is there, and not 0 if another is not.
+
+    Raises ValueError naming the first one.
+    """
+    there = [key for key in keys if config.get(key) is not None]
+    present = next((key for key in there if config[key] != 0), there[0] if there else keys[0])
     return _whole(config, present, default)
 
 
@@ -316,10 +329,15 @@ def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
             raise ValueError(
                 f"hybrid_override_pattern must consist of {', '.join(PATTERN_KINDS)}, not {brief(pattern)}"
             )
+        if config.get("num_hidden_layers") not in (None, len(pattern)):
+            layers = brief(config["num_hidden_layers"])
+            raise ValueError(
+                f"hybrid_override_pattern has {len(pattern)} letters; allowed: num_hidden_layers, {layers}"
+            )
         return [PATTERN_KINDS[letter] for letter in pattern]
     kinds_allowed = tuple(LAYER_KINDS)
     named = _list(config, "layer_types", kinds_allowed) or _list(config, "layers_block_type", kinds_allowed)
-    count = len(named) if config.get("layers_block_type") else _layer_count(config)
+    count = len(named) if named and config.get("num_hidden_layers") is None else _layer_count(config)
     if named:
         for key in WINDOW_KEYS:
             config.get(key)
@@ -367,7 +385,7 @@ def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:
 def _attention(config: Config, family: Family, sliding: bool, later: bool) -> Attention:
     """Attention of a layer; `sliding` within the window, `later` of layers that read an earlier layer's cache."""
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    kv_heads = _whole(config, "num_key_value_heads", heads)
+    kv_heads = _first(config, KV_HEADS, heads)
     head_dim = _whole(config, "head_dim", hidden // max(heads, 1))
     sizes: Fields = {"q_heads": heads, "window_tokens": _whole(config, "sliding_window") if sliding else None}
     if config.get("kv_lora_rank"):

@@ -108,6 +108,7 @@ INNER_TYPES = {
 }  # fmt: skip
 
 # Keys of one meaning, the first of which is present counts.
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "experts_per_token")
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size")

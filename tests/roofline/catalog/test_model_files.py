@@ -233,6 +233,24 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
             {"model_type": "odd", "sliding_window": 64, "sliding_window_pattern": "LLLG"},
             "sliding_window_pattern must be a whole number",
         ),
+        ({"model_type": "odd", "multi_query": True}, "multi_query has no known meaning"),
+        ({"model_type": "odd", "cla_share_factor": 2}, "cla_share_factor has no known meaning"),
+        (
+            {"model_type": "odd", "block_configs": [{"attention": {"no_op": True}}]},
+            "block_configs has no known meaning",
+        ),
+        ({"model_type": "odd", "attention_chunk_size": 64}, "attention_chunk_size has no known meaning"),
+        (
+            {"model_type": "odd", "attention_other_setting": {"heads": 8}},
+            "attention_other_setting has no known meaning",
+        ),
+        ({"model_type": "odd", "use_gated_mlp": False}, "use_gated_mlp is false; allowed: gated MLPs"),
+        ({"model_type": "odd", "is_encoder_decoder": True}, "is_encoder_decoder is true; allowed: models without"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is true; allowed: models without an encoder"),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "*-*-", "num_hidden_layers": 8},
+            "hybrid_override_pattern has 4 letters; allowed: num_hidden_layers, 8",
+        ),
         ({"model_type": "odd", "layer_types": ["full_attention", "conv"]}, "layer_types has 'conv'; allowed: full_"),
         ({**MOE, "num_experts": 4, "mlp_only_layers": [["a"]]}, r"mlp_only_layers has \['a'\]; allowed: 0 to 1"),
         ({**MOE, "num_experts": 4, "mlp_layer_types": ["moe_x", "dense"]}, "mlp_layer_types has 'moe_x'; allowed: den"),
@@ -365,6 +383,22 @@ def test_an_unknown_family_is_read_by_its_keys_with_a_note_in_every_answer(tmp_p
     noted = load_shape(str(write_config(tmp_path, model_type="odd", hidden_act="silu", **odd_keys))).note
     beside = f"only the language model of {tmp_path.name} is counted, without its vision_config"
     assert noted == f"{shape.note}; not read: depth_multiplier, lambda_std_dev; {beside}"
+
+
+@pytest.mark.parametrize("key", ["num_kv_heads", "n_kv_heads"])
+def test_other_names_of_kv_heads(tmp_path: Path, key: str) -> None:
+    shape = load_shape(str(write_config(tmp_path, model_type="odd", num_key_value_heads=None, **{key: 1})))
+    assert (shape.kv_heads, shape.parameters) == (1, small_shape(kv_heads=1).parameters)
+
+
+def test_a_count_of_no_experts_does_not_hide_another(tmp_path: Path) -> None:
+    keys = {"model_type": "odd", **MOE, "num_local_experts": 0, "n_routed_experts": 4}
+    assert load_shape(str(write_config(tmp_path, **keys))).experts == 4
+
+
+def test_a_switch_that_is_off_makes_its_factor_moot(tmp_path: Path) -> None:
+    shape = load_shape(str(write_config(tmp_path, model_type="odd", use_cla=False, cla_share_factor=2)))
+    assert shape.parameters == small_shape().parameters
 
 
 @pytest.mark.parametrize(
