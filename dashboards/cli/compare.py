@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +132,13 @@ def cost(
     """
     if not gpu_names:
         raise click.UsageError("cost needs --gpu; allowed: names with commas, such as h100,h200")
-    options = SearchOptions(**search)
+    options, hourly = SearchOptions(**search), _prices(gpu_names, prices)
     result = serving_cost(
-        model, _prices(gpu_names, prices), opt.context_of(ctx, max_model_len, options.new_tokens),
+        model, hourly, opt.context_of(ctx, max_model_len, options.new_tokens),
         batches=batches, limits=LatencyLimits(ttft_max, tpot_max), preset=preset, options=options,
     )  # fmt: skip
     write_table(output, result, result.to_dict())
-    print_answer(result.to_dict(), as_json, lambda: _print_costs(result))
+    print_answer(result.to_dict(), as_json, lambda: _print_costs(result, hourly))
 
 
 def _prices(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
@@ -159,9 +159,10 @@ def _prices(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
     return dict(zip(gpus, numbers * len(gpus) if len(numbers) == 1 else numbers, strict=False))
 
 
-def _print_costs(result: ServingCost) -> None:
+def _print_costs(result: ServingCost, hourly: Mapping[str, float]) -> None:
     prompt, new = tokens_text(result.context), tokens_text(result.new_tokens)
-    echo(f"{result.model}, {prompt} prompt tokens, {new} new tokens")
+    priced = ", ".join(f"{gpu} at ${price:.2f} per GPU-hour" for gpu, price in hourly.items())
+    echo(f"{result.model}, {prompt} prompt tokens, {new} new tokens; {priced}")
     several = len({row.gpu for row in result.rows}) > 1
     limited = result.limits != type(result.limits)()
     rows = [_cells(row, several, limited) for row in result.rows]

@@ -22,6 +22,7 @@ from ridgeplan.planner.recommendation import Alternative, Fix
 from ridgeplan.planner.render.text import SOURCE_WORDS, plain_words
 from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence, verdict
 from ridgeplan.planner.resolution import longest_context
+from ridgeplan.roofline.catalog.hardware import listed
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.validation import Mistakes, is_user_error
 from ridgeplan.roofline.plan.presets import short_name
@@ -80,8 +81,7 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
 SOURCES_HELP = f"Where figures come from: {'; '.join(map(', '.join, SOURCE_WORDS.items()))}."
 MEMORY_POINTS = 64
 NEXT_PLANS = 8  # in the table of why
-PRICE_SHOWN = "price_shown"  # in the session: the price in the tile
-DOLLARS_PER_HOUR = 2.5  # of a GPU, unless the Capacity tab says another price
+PRICE_SHOWN = "price_shown"  # in the session: the Capacity tab's price, as the tile has it
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def show_head(answer: Answer) -> None:
     st.caption(escaped(subject(recommendation)), help=SOURCES_HELP)
     if recommendation.on_device:
         show_fixes(recommendation.on_device, "What would fit the GPU alone")
-    _show_tiles(recommendation)
+    _show_tiles(answer)
     for note in recommendation.notes:
         st.warning(escaped(note))
     left, right = st.columns((3, 2))
@@ -130,8 +130,8 @@ def subject(recommendation: Recommendation) -> str:
     )
 
 
-def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_HOUR) -> list[tuple[str, str, str]]:
-    """Label, value and band of the six figures."""
+def tiles(recommendation: Recommendation, dollars_per_hour: float) -> list[tuple[str, str, str]]:
+    """Label, value and band of the six figures. dollars_per_hour: of a GPU; 0 if nobody knows."""
     best, low, high = recommendation.predicted.best, recommendation.predicted.low, recommendation.predicted.high
     batch, limit = recommendation.plan.workload.batch, recommendation.memory_limit_bytes
     whose = "of the batch" if batch > 1 else "of the request"
@@ -147,14 +147,16 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
          f"{time_text(recommendation.baseline.best.tpot_ms)} by {recommendation.baseline_text}"),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
         ("1M new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
-         f"at ${dollars_per_hour:.2f} a GPU-hour, without prompts"),
+         f"at ${dollars_per_hour:.2f} a GPU-hour, without prompts") if dollars_per_hour else
+        ("1M new tokens", "unpriced", "the catalog has no price of this GPU; the Capacity tab takes yours"),
     ]  # fmt: skip
 
 
-def _show_tiles(recommendation: Recommendation) -> None:
-    price = st.session_state[PRICE_SHOWN] = st.session_state.get("price", DOLLARS_PER_HOUR)
+def _show_tiles(answer: Answer) -> None:
+    typed = st.session_state[PRICE_SHOWN] = st.session_state.get("price")
+    price = typed or listed(answer.question.profile.hardware).dollars_per_hour
     with st.container(horizontal=True, key="tiles"):
-        for label, value, band in tiles(recommendation, price):
+        for label, value, band in tiles(answer.recommendation, price):
             with st.container(border=True, width=150, height="stretch", gap="xsmall"):
                 st.metric(label, value)
                 st.caption(escaped(band))

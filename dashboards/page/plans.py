@@ -10,7 +10,7 @@ import streamlit as st
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
-from ridgeplan.dashboards.page.answer import DOLLARS_PER_HOUR, PRICE_SHOWN, Answer, problems_shown, show_alternatives
+from ridgeplan.dashboards.page.answer import PRICE_SHOWN, Answer, problems_shown, show_alternatives
 from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped, optional
 from ridgeplan.planner import PRESETS, Plan, Recommendation
 from ridgeplan.planner.parallelism import DegreeChoice
@@ -22,8 +22,9 @@ from ridgeplan.planner.queries.maps import PlanMap, plan_map
 from ridgeplan.planner.question import Objective, Question
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.render.text import plain_words
+from ridgeplan.planner.resolution import resolve
 from ridgeplan.planner.search import best_of_preset
-from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.catalog.hardware import list_hardware, listed
 from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.validation import together
@@ -182,11 +183,11 @@ MINUTE = 60.0
 def show_capacity(page: PageQuestion) -> None:
     """The map, with inputs for its contours. It is shown even if no plan fits the question."""
     price, tpot, ttft = st.columns(3)
-    dollars = price.number_input(
-        "Price of a GPU-hour ($)", 0.0, value=DOLLARS_PER_HOUR, step=0.25, key="price", bind=IN_URL
-    )
-    if dollars != st.session_state.get(PRICE_SHOWN, dollars):
-        st.session_state[PRICE_SHOWN] = dollars
+    catalog = listed(resolve(page.model, page.gpu)[1].hardware).dollars_per_hour
+    typed = price.number_input("Price of a GPU-hour ($)", 0.0, value=None, step=0.25, key="price", bind=IN_URL,
+                               placeholder=f"{catalog:.2f}, the catalog's" if catalog else "unknown")  # fmt: skip
+    if typed != st.session_state.get(PRICE_SHOWN, typed):
+        st.session_state[PRICE_SHOWN] = typed
         st.rerun()  # of the whole page, whose tile has the price, too
     tpot_limit = tpot.text_input("Time per token limit", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
     ttft_limit = ttft.text_input("First token limit", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
@@ -194,7 +195,7 @@ def show_capacity(page: PageQuestion) -> None:
     # The map does not depend on the question's context and batch, so their sliders reuse it.
     plan_map = best_plans(replace(page, context=1, options=replace(page.options, batch=1, objective=Objective.LATENCY)))
     figure = charts.capacity_map(
-        plan_map, (page.context, page.options.batch), dollars or None,
+        plan_map, (page.context, page.options.batch), typed or catalog or None,
         *(limit_s and 1e3 * limit_s for limit_s in limits_s),
     )  # fmt: skip
     st.plotly_chart(figure, key="map", alt="Time per token of the best plan over context and batch")

@@ -66,7 +66,7 @@ class LoadRow:
     the mean time between a request's tokens. goodput: requests per second within both limits. busy: share of the time
     in which a replica runs steps. kv_mean, kv_peak: shares of the KV cache held. rejected: requests that no KV cache
     of a replica holds. keeps_up: whether no queue grows. dollars: of a million prompt tokens and of a million output
-    tokens, by the time of steps that each takes. gpus: of all replicas, those that only process prompts included.
+    tokens, by the time of steps that each takes, and of a GPU-hour. gpus: of all replicas, those that only process prompts included.
     joules_per_output_token: of all GPUs, while they run steps.
     """
 
@@ -94,6 +94,7 @@ class LoadRow:
     misses: tuple[str, ...]
     dollars_per_million_prompt: float | None
     dollars_per_million_output: float | None
+    dollars_per_hour: float | None
     joules_per_output_token: float | None
 
     @property
@@ -126,6 +127,7 @@ class LoadRow:
         costs = {
             "${:.3g} per million prompt tokens": self.dollars_per_million_prompt,
             "${:.3g} per million output tokens": self.dollars_per_million_output,
+            "at ${:.2f} per GPU-hour": self.dollars_per_hour,
             "{:.3g} J per output token": self.joules_per_output_token,
         }
         known = ", ".join(text.format(cost) for text, cost in costs.items() if cost is not None)
@@ -472,6 +474,7 @@ class _Study:
             misses=(*misses, *(("rejected",) if rejected else ())),
             dollars_per_million_prompt=None if spent is None else 1e6 * spent * share / tokens,
             dollars_per_million_output=None if spent is None else 1e6 * spent * (1 - share) / outputs,
+            dollars_per_hour=self.price,
             joules_per_output_token=float(joules / outputs) or None,
         )  # fmt: skip
 

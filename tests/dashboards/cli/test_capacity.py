@@ -20,7 +20,7 @@ def test_what_is_printed_is_what_its_json_holds(invoke: Any) -> None:
     text = invoke(*line).stdout
     for row in answer["rows"]:
         assert f"\n{row['rate']:g}/s " in text
-        assert f"${row['dollars_per_million_output']:.3g} per million output tokens" in text
+        assert f"${row['dollars_per_million_output']:.3g} per million output tokens, at $2.50 per GPU-hour" in text
     assert "steps with prompts are fitted to vLLM" in text.replace("\n  ", " ")
 
 

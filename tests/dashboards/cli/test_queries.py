@@ -153,7 +153,7 @@ def test_cost_prints_what_its_json_holds(invoke: Any) -> None:
     assert f"cheapest: ${best['dollars_per_million']:.3g} per million tokens on h200 at batch {best['batch']}" in text
     assert best == min((row for row in answer["rows"] if row["serves"]), key=lambda row: row["dollars_per_million"])
     assert answer["limits"] == {"ttft_s": None, "tpot_s": 0.015}
-    assert "misses TPOT" in text
+    assert "misses TPOT" in text and "h200 at $2.50 per GPU-hour" in text
     assert "no batch fits and meets the limits" in invoke(*line, "--ttft-max", "1us").stdout
 
 

@@ -18,6 +18,7 @@ from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import read_plan
 from ridgeplan.planner.render.text import plain_words
 from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence
+from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("only_profile")
@@ -263,9 +264,14 @@ def test_the_price_of_tokens_follows_the_price_of_an_hour(page: AppTest) -> None
     page.run()
     dollars = float(page.metric[5].value.strip("$"))
     per_s = planner.recommend("meta-llama/Llama-3.1-8B", "h200", "120k").predicted.best.tokens_per_s
-    assert dollars == pytest.approx(2.5e6 / 3600 / per_s, abs=0.005)
-    page.number_input(key="price").set_value(5.0).run()
+    listed = load_hardware("h200").dollars_per_hour
+    assert dollars == pytest.approx(listed * 1e6 / 3600 / per_s, abs=0.005)
+    assert any(f"at \\${listed:.2f} a GPU-hour" in caption.value for caption in page.caption)
+    page.number_input(key="price").set_value(2 * listed).run()
     assert float(page.metric[5].value.strip("$")) == pytest.approx(2 * dollars, abs=0.02)
+    page.number_input(key="price").set_value(None)
+    page.selectbox(key="gpu").set_value("a10g").run()
+    assert page.metric[5].value == "unpriced"
 
 
 def test_notes_name_the_page_s_fields_and_no_options() -> None:
