@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.acceptance.rows import DTYPES, saved_or_empty, variant_name
-from ridgeplan.planner.engines.formats import ENGINES, FIDELITY_SOURCE, ServingEngine
+from ridgeplan.planner.engines.formats import ENGINES, FIDELITY_SOURCE, formats_loss
 from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import fields_of_schema, json_or, naming_file, read_document
 from ridgeplan.roofline.catalog.profile import user_quality_path
@@ -240,7 +240,7 @@ def losses(plan: Plan, backend: str = "") -> list[str]:
     executes the plan's with.
     """
     engine = ENGINES.get(backend)
-    lost = _format_losses(plan) if engine is None else _engine_losses(plan, engine)
+    lost = _format_losses(plan) if engine is None else [*filter(None, [formats_loss(*engine.formats(plan))])]
     if plan.eviction.active:
         lost.append(_eviction_loss(plan))
     if plan.attention.active:
@@ -248,15 +248,6 @@ def losses(plan: Plan, backend: str = "") -> list[str]:
         beside = f" and {selection.unbudgeted_tokens} beside them" if selection.unbudgeted_tokens else ""
         lost.append(f"{selection.name} reads {plan.attention.budget} tokens{whole}{beside} a step")
     return lost
-
-
-def _engine_losses(plan: Plan, engine: ServingEngine) -> list[str]:
-    quantization, kv = engine.formats(plan)
-    named = [f"{quantization} weights"] if quantization else []
-    named += [f"{kv} KV"] if kv != "auto" else []
-    fidelity = engine.fidelity(plan)
-    figure = "no figure is known" if fidelity is None else f"fidelity {fidelity:.3f}, {FIDELITY_SOURCE}"
-    return [f"{' and '.join(named)}: {figure}"] if named else []
 
 
 def _format_losses(plan: Plan) -> list[str]:

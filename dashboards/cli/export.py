@@ -112,6 +112,7 @@ def report(plan: Plan, exported: Exported) -> list[str]:
         f"\n{exported.command.shell()}",
     ]
     lines += ["", "carried by the engine:", *(line for carried in exported.carried for line in _axis(carried))]
+    lines += ["", *wrapped(f"quality cost: {exported.loss}").splitlines()] if exported.loss else []
     lines += ["", "known problems:"] if exported.rules else []
     return [*lines, *(line for rule in exported.rules for line in _problem(rule))]
 

@@ -31,6 +31,7 @@ from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.presets import short_name
 
 ROWS = 5
+FIRST_FIGURE = re.compile(r", | on | \[| \((?=[A-Z]|docs)")  # ends before what else is said of a loss
 COLUMNS = (("plan", 34), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("speed-up", 8), ("", 14))
 SHORT_VERDICTS = {
     "within the noise": "within noise", "estimated only here": "estimated only", "quality": "lower quality",
@@ -54,10 +55,10 @@ def answer_text(recommendation: Recommendation) -> str:
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
-def answer_lines(recommendation: Recommendation, how_much: str = "--all shows how much") -> list[str]:
+def answer_lines(recommendation: Recommendation, source: str = "--all shows the source") -> list[str]:
     """The question, the plan, its speed, its memory, its quality cost, and the most important caveat.
 
-    how_much: what shows the sizes of the quality cost.
+    source: what shows where the quality cost is from.
     """
     workload, predicted, best = recommendation.plan.workload, recommendation.predicted, recommendation.predicted.best
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
@@ -78,7 +79,7 @@ def answer_lines(recommendation: Recommendation, how_much: str = "--all shows ho
         f"{size_text(recommendation.memory_limit_bytes)} "
         f"({used_gib:{'.1f' if used_gib > 1 else '.2g'}} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
         *([f"Drafter: {recommendation.drafter_text}"] if recommendation.drafter_range else []),
-        _quality_cost(recommendation.losses, how_much),
+        _quality_cost(recommendation.losses, source),
         *_caveats(recommendation),
     ]
 
@@ -123,11 +124,11 @@ def serve_command(recommendation: Recommendation, profile: Profile) -> str:
     return "\n".join((*shorter, exported.command.shell()))
 
 
-def _quality_cost(losses: Sequence[str], how_much: str) -> str:
-    """The losses by name; the text after each colon says how large it is."""
+def _quality_cost(losses: Sequence[str], source: str) -> str:
+    """The losses, each with its first figure."""
     if not losses:
         return "Quality cost: none; the output keeps the model's distribution"
-    return f"Quality cost: {', '.join(loss.partition(':')[0] for loss in losses)}; {how_much}"
+    return f"Quality cost: {'; '.join(FIRST_FIGURE.split(loss)[0] for loss in losses)}; {source}"
 
 
 def _caveats(recommendation: Recommendation) -> Iterator[str]:

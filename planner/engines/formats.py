@@ -33,6 +33,20 @@ FIDELITIES: Mapping[str, Mapping[str, float]] = _TABLES["fidelities"]
 FIDELITY_SOURCE = "with vLLM's rounding emulated on one small model, SmolLM2-135M (docs/vllm.md)"
 
 
+def fidelity(quantization: str, kv: str) -> float | None:
+    """That of weights and of a cache dtype, by `FIDELITIES`; None where none was measured."""
+    return FIDELITIES.get(quantization, {}).get(DTYPES[kv].kind)
+
+
+def formats_loss(quantization: str, kv: str) -> str:
+    """What an engine's formats cost in quality, with its source; "" for those of the checkpoint."""
+    named = [f"{quantization} weights"] if quantization else []
+    named += [f"{kv} KV"] if kv != "auto" else []
+    known = fidelity(quantization, kv)
+    figure = "no figure is known" if known is None else f"fidelity {known:.3f}, {FIDELITY_SOURCE}"
+    return f"{' and '.join(named)}: {figure}" if named else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingEngine:
     """One engine. serve: the command before the model, whose argument is `model` ("" where it is positional).
@@ -65,9 +79,8 @@ class ServingEngine:
         return self.weights.get(plan.weights.target_bits, ""), self.kv_dtypes.get(plan.kv.format, "auto")
 
     def fidelity(self, plan: Plan) -> float | None:
-        """That of the formats that execute a plan's, by `FIDELITIES`; None where none was measured."""
-        quantization, kv = self.formats(plan)
-        return FIDELITIES.get(quantization, {}).get(DTYPES[kv].kind)
+        """That of the formats that execute a plan's, None where none was measured."""
+        return fidelity(*self.formats(plan))
 
     def host_cache_arguments(self, gib: int, backend: str) -> Iterator[tuple[str, Any]]:
         """Arguments that keep prefixes' KV on the host."""

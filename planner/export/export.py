@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.planner.engines.formats import DTYPES
+from ridgeplan.planner.engines.formats import DTYPES, formats_loss
 from ridgeplan.planner.engines.rates import BAND, certainty_of_drafts
 from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
@@ -101,7 +101,7 @@ class EngineTimes:
 class Exported:
     """The command, how each axis of the plan is carried, the rules that apply, and the predicted times.
 
-    unpredicted: why there are none.
+    unpredicted: why there are none. loss: what the engine's formats cost in quality; "" for the checkpoint's.
     """
 
     engine: str
@@ -111,6 +111,7 @@ class Exported:
     rules: tuple[Rule, ...]
     times: EngineTimes | None
     unpredicted: str = ""
+    loss: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -124,6 +125,7 @@ class Exported:
             "warnings": [{"rule": rule.name, "says": rule.says, "sources": list(rule.sources)} for rule in self.rules],
             "predicted": asdict(self.times) if self.times else None,
             "unpredicted": self.unpredicted,
+            "quality_cost": self.loss,
         }
 
 
@@ -149,7 +151,8 @@ def export(options: ServeCommandOptions) -> Exported:
     times, unpredicted = _times(running)
     model_argument = (options.engine.model,) if options.engine.model else ()
     command = Command((*options.engine.serve, *model_argument, options.model), tuple(_arguments(running)))
-    return Exported(options.engine.title, options.schema.version, command, carried, rules, times, unpredicted)
+    loss = formats_loss(running.quantization, running.kv)
+    return Exported(options.engine.title, options.schema.version, command, carried, rules, times, unpredicted, loss)
 
 
 def check_models(options: ServeCommandOptions) -> None:

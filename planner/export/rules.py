@@ -58,6 +58,7 @@ def facts(served: Served) -> dict[str, str | bool]:
     plan, generation = options.plan, _generation(served)
     vocabulary = drafts.shape.vocab if drafts is not None and drafts.shape is not None else options.shape.vocab
     return {
+        "weights": served.quantization,
         "kv": served.kv,
         "kv_kind": DTYPES[served.kv].kind,
         "ampere": is_ampere(options.hardware),

@@ -66,8 +66,8 @@ class LoadRow:
     the mean time between a request's tokens. goodput: requests per second within both limits. busy: share of the time
     in which a replica runs steps. kv_mean, kv_peak: shares of the KV cache held. rejected: requests that no KV cache
     of a replica holds. keeps_up: whether no queue grows. dollars: of a million prompt tokens and of a million output
-    tokens, by the time of steps that each takes, and of a GPU-hour. gpus: of all replicas, those that only process prompts included.
-    joules_per_output_token: of all GPUs, while they run steps.
+    tokens, by the time of steps that each takes; and of a GPU-hour. gpus: of all replicas, those that only process
+    prompts included. joules_per_output_token: of all GPUs, while they run steps.
     """
 
     rate: float

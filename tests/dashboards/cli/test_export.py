@@ -35,6 +35,16 @@ def test_the_printed_command_is_what_the_engine_takes(invoke: Any, saved: Path, 
     assert max(map(len, prose)) <= 110
 
 
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_the_cost_of_an_engines_formats_is_said_and_what_ampere_lacks(invoke: Any, tmp_path: Path, gpu: str) -> None:
+    path = tmp_path / "fp8.json"
+    line = (LLAMA, "--gpu", "h200", "--ctx", "32k", "--batch", 8, "--backend", "vllm", "-o", path)
+    assert "fp8_per_channel weights and fp8 KV: fidelity 0.900; --all" in " ".join(invoke("plan", *line).stdout.split())
+    text = " ".join(invoke("export", path, "--to", "vllm", "--gpu", gpu).stdout.split())
+    assert "quality cost: fp8_per_channel weights and fp8 KV: fidelity 0.900, with vLLM's rounding" in text
+    assert ("weight-only (FP8 Marlin)" in text) == (gpu == "a100")
+
+
 def test_times_name_the_version_that_was_measured(invoke: Any, saved: Path) -> None:
     """Another one than the exported command is for; with the plugin, the kernels are this package's."""
     exported, with_plugin = (invoke("export", saved, "--to", "vllm", *more).stdout for more in ((), ("--plugin",)))

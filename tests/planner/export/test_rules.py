@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**PLAIN, "kv_cache_dtype": "nvfp4", "gpu": "b200"},
     ),
     "fp8-kv-on-ampere": ({"name": "int8", "gpu": "a100"}, {"name": "int8", "gpu": "h200"}),
+    "fp8-weights-on-ampere": ({"name": "int8-weights", "gpu": "a100"}, {"name": "int8-weights", "gpu": "l40s"}),
     "sglang-fp8-kv-small-batch": (
         {"name": "int8", "engine": "sglang", "batch": 8},
         {"name": "int8", "engine": "sglang", "batch": 9},
