@@ -146,6 +146,8 @@ class _Lanes:
         from ridgeplan import runtime
 
         plan, options = self.plans[index], self.options
+        if options.on_progress is not None:
+            options.on_progress(index, 0)
         shared = self.weights.get(plan.weights.target_format)
         others = (held for held in self.weights.values() if held is not shared and held.embedding.is_cuda)
         others_bytes = sum(held.bytes for held in others)

@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.calibrate import machine_profile
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.output import echo, print_bars, print_json, progress_bars, wrapped
+from ridgeplan.dashboards.cli.output import echo, print_bars, print_json, runs_progress, wrapped
 from ridgeplan.dashboards.cli.plan import answer_lines
 from ridgeplan.dashboards.cli.run import report_misfit, statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
@@ -54,8 +54,8 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     profile, measured = machine_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
-        how_much = f"`ridgeplan plan {EMBEDDED_MODEL} --gpu auto --ctx {context} --all` shows how much"
-        echo("\n".join(map(wrapped, answer_lines(recommendation, how_much))) + "\n")
+        shown = f"`ridgeplan plan {EMBEDDED_MODEL} --gpu auto --ctx {context} --all` shows the source"
+        echo("\n".join(map(wrapped, answer_lines(recommendation, shown))) + "\n")
     plans = plans_to_run(recommendation)
     results = execute(plans, source, profile)
     titled = list(zip(plans.values(), results.runs, strict=True))
@@ -103,12 +103,8 @@ def execute(plans: dict[Plan, str], source: str, profile: Profile) -> PlanRuns:
 
     workload = next(iter(plans)).workload
     prompt = opening_tokens(source, None, workload.context)
-    with progress_bars() as bars:
-        tasks = [bars.add_task(f"running {title}", total=workload.new_tokens) for title in plans.values()]
-        options = RunOptions(
-            source, [prompt], workload.new_tokens, profile=profile,
-            on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
-        )  # fmt: skip
+    with runs_progress([*plans.values()], workload.new_tokens) as advance:
+        options = RunOptions(source, [prompt], workload.new_tokens, profile=profile, on_progress=advance)
         return run_plans(list(plans), options)
 
 

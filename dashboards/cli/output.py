@@ -181,6 +181,20 @@ def progress(first: str) -> Iterator[OnProgress]:
 
 
 @contextmanager
+def runs_progress(titles: Sequence[str], tokens: int) -> Iterator[Callable[[int, int], None]]:
+    """Progress of runs in turns. It yields what is told of a run: its place and how many of its `tokens` are done."""
+    done = [0] * len(titles)
+    with progress("loading the model") as show:
+
+        def advance(index: int, tokens_done: int) -> None:
+            done[index] = tokens_done
+            doing = "running" if tokens_done else "loading the model and the prompt of"
+            show(f"{doing} {titles[index]}", sum(done), tokens * len(titles))
+
+        yield advance
+
+
+@contextmanager
 def warnings_as_notes() -> Iterator[None]:
     """Prints warnings inside the body as one line on stderr."""
 

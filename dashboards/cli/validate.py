@@ -18,7 +18,7 @@ from ridgeplan.dashboards.cli.output import (
     print_json,
     print_table,
     progress,
-    progress_bars,
+    runs_progress,
     write_page,
 )
 from ridgeplan.dashboards.files import write_atomically, write_json
@@ -205,13 +205,10 @@ def validate_plan_file(
 
     source = embedded_or(models[0] if models else None)
     prompts = [opening_tokens(source, prompt_file, plan.workload.context)] * plan.workload.batch
-    with progress_bars() as bars:
-        total = limit * len(prompts)
-        tasks = [bars.add_task(f"running {name}", total=total) for name in RUNS]
+    with runs_progress(RUNS, limit * len(prompts)) as advance:
         options = RunOptions(
             source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
-            retrieval_head=retrieval_head,
-            on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
+            retrieval_head=retrieval_head, on_progress=advance,
         )  # fmt: skip
         validation = validate_plan(plan, options)
         greedy = plan_agreement(plan, source, prompts[0], limit, retrieval_head) if agreement else None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.cli import output
-from ridgeplan.dashboards.cli.output import echo, number, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.cli.output import echo, number, print_table, progress, runs_progress, warnings_as_notes
 from ridgeplan.roofline.plan.presets import short_name
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -82,8 +82,9 @@ def test_times_are_milliseconds_below_a_second(invoke: Any, batch: int) -> None:
 @pytest.mark.parametrize("question", ["a long context", "lossy"])
 def test_everything_given_up_is_named(invoke: Any, question: str) -> None:
     losses = json.loads(invoke("plan", *QUESTIONS[question], "--json").stdout)["losses"]
-    line = invoke("plan", *QUESTIONS[question]).stdout.splitlines()[5]
-    assert len(losses) > 1
+    text = " ".join(invoke("plan", *QUESTIONS[question]).stdout.split())
+    line = text.partition("Quality cost: ")[2].partition("; --all shows the source")[0]
+    assert len(losses) > 1 and line.count(": ") == len(losses)  # each has its first figure
     assert [name for name in (loss.partition(":")[0] for loss in losses) if name not in line] == []
 
 
@@ -195,6 +196,23 @@ def test_long_work_prints_lines_where_there_is_no_terminal(
         "vt, prompt 2 of 8 (1 of 8)",  # less than a quarter is done
         "vt, prompt 3 of 8 (2 of 8, about 36 s left)",
         "vt, prompt 4 of 8 (3 of 8, about 27 s left)",
+    ]
+
+
+def test_runs_in_turns_print_lines_of_which_is_loaded_or_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "LINE_S", 0.0)
+    clock = iter([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with runs_progress(["plain decoding", "the plan"], 8) as advance:
+        for index, tokens in ((0, 0), (0, 1), (1, 0), (1, 2)):
+            advance(index, tokens)
+    assert capsys.readouterr().err.splitlines() == [
+        "loading the model and the prompt of plain decoding (0 of 16)",
+        "running plain decoding (1 of 16)",
+        "loading the model and the prompt of the plan (1 of 16)",
+        "running the plan (3 of 16)",
     ]
 
 
