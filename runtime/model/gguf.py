@@ -204,7 +204,7 @@ def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
     with _isolated_link(path, staging) as (link, where), _one_reader():
         with reading():
             header = read_gguf_header(path)
-            config, tokenizer, shape = _config(link, header), _tokenizer(where), shape_of_header(header, path)
+            config, tokenizer, shape = _config(link, header), _tokenizer(where, header), shape_of_header(header, path)
         gguf.GGUFReader(link).fields.clear()  # the vocabulary as objects, some GB
         layers = file_tensors(link, header, shape)
         for index in count():
@@ -269,6 +269,19 @@ def _config(path: Path, header: GGUFHeader) -> Any:
     return config
 
 
-def _tokenizer(where: dict[str, Any]) -> Any:
+def _tokenizer(where: dict[str, Any], header: GGUFHeader) -> Any:
+    """transformers' tokenizer. Raises ValueError if it leaves out the first token that a SentencePiece file asks for.
+
+    Releases before 5.23 do so for Gemma's, of which some also lack the merges: text then reads as noise.
+    """
     with quiet_rust():
-        return transformers.AutoTokenizer.from_pretrained(**where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    asks = header.metadata.get("tokenizer.ggml.model") == "llama" and header.metadata.get(
+        "tokenizer.ggml.add_bos_token"
+    )
+    if asks and tokenizer.encode("It works.")[0] != tokenizer.bos_token_id:
+        raise ValueError(
+            f"transformers {transformers.__version__} reads its tokenizer without the first token "
+            f"{tokenizer.bos_token}; allowed: a release that does not, from 5.23 on for Gemma"
+        )
+    return tokenizer

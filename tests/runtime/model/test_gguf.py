@@ -12,6 +12,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -233,6 +234,19 @@ def test_a_conversion_says_what_it_does(index, tiny_model, tmp_path, monkeypatch
 def test_the_tokenizer_comes_along(path):
     tokenizer = load_tokenizer(model_source(str(path)))
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("+-+")) == ["+-", "+"]
+
+
+@pytest.mark.parametrize("added, first", [(True, 7), (True, 2), (False, 7)])
+def test_a_tokenizer_without_the_first_token_of_its_file_is_refused(monkeypatch, added, first):
+    """transformers before 5.23 reads Gemma's so."""
+    tokenizer = SimpleNamespace(encode=lambda text: [first, 9], bos_token_id=2, bos_token="<bos>")
+    monkeypatch.setattr(gguf_convert.transformers.AutoTokenizer, "from_pretrained", lambda **where: tokenizer)
+    header = SimpleNamespace(metadata={"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_bos_token": added})
+    if added and first != 2:
+        with pytest.raises(ValueError, match=r"without the first token <bos>; allowed: a release that does not"):
+            gguf_convert._tokenizer({}, header)
+    else:
+        assert gguf_convert._tokenizer({}, header) is tokenizer
 
 
 def test_a_tokenizer_that_contradicts_itself_is_one_clear_line(tiny_model, tmp_path, cache_home):
