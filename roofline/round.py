@@ -64,6 +64,11 @@ PAGE_GAIN = 0.6
 # host, which this was fitted to; table3: 0 to 8).
 MAX_GATHER_LOSS_S = 10e-6
 
+# How many times as long latent attention's instructions take over codes, which it decodes to 16 bits first. Fitted to
+# steps of DeepSeek-V2-Lite on an H200: INT8 latents take 0.48, 1.24 and 2.54 ms more than 16-bit ones at 32k x 1,
+# 120k x 1 and 32k x 8 (models_h200.json, plans with 8-bit weights). INT4 latents were not timed.
+DECODED_LATENTS = 2.0
+
 
 def draft_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
     """What one draft chooses of `tokens` cached ones, in all layers; 0 where it chooses none."""
@@ -418,9 +423,10 @@ def _pass_rates(
     attention_rates, latent_rates = (
         rates.at_rows(query_rows) for rates in (formats.attention, machine.rates["attention_mla"])
     )
-    if shape.is_mla:  # codes of latents were not timed: they are read no faster than those of keys and values
+    if shape.is_mla:
         slower = slower_rates(latent_rates, attention_rates)
-        latent_rates = select_rates(minimum(part.bits, 1), slower, latent_rates)
+        coded = replace(slower, compute_utilization=slower.compute_utilization / DECODED_LATENTS)
+        latent_rates = select_rates(minimum(part.bits, 1), coded, latent_rates)
     by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "state", "rope", "gap")}
     return by_row | {
         "linear": machine.gemm_rates(rows, part.dense, formats.linear),

@@ -324,11 +324,9 @@ def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
     """
     pattern = config.get("hybrid_override_pattern")
     if pattern is not None:
-        strange = [letter for letter in str(pattern) if letter not in PATTERN_KINDS]
-        if not isinstance(pattern, str) or not pattern or strange:
-            raise ValueError(
-                f"hybrid_override_pattern must consist of {', '.join(PATTERN_KINDS)}, not {brief(pattern)}"
-            )
+        if not isinstance(pattern, str) or not pattern or set(pattern) - set(PATTERN_KINDS):
+            letters = ", ".join(PATTERN_KINDS)
+            raise ValueError(f"hybrid_override_pattern must consist of {letters}, not {brief(pattern)}")
         if config.get("num_hidden_layers") not in (None, len(pattern)):
             layers = brief(config["num_hidden_layers"])
             raise ValueError(

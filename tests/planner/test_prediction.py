@@ -10,8 +10,8 @@ from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel, Acceptance
 from ridgeplan.planner.acceptance.model import CERTAIN
 from ridgeplan.planner.prediction import BAND_DEVIATIONS, predict, predict_all, sampled_tpot_ms, sampled_ttft_ms
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Rates
-from ridgeplan.roofline.plan.plan import Placement, Workload
+from ridgeplan.roofline.catalog.profile import Rates, shipped_profiles
+from ridgeplan.roofline.plan.plan import KVFormat, Placement, Workload
 from ridgeplan.roofline.plan.presets import preset
 
 LLAMA = load_shape("Llama-3.1-8B")
@@ -278,3 +278,14 @@ def test_windows_that_hide_tokens_are_priced_in_full_precision(h200_profile, con
         slow = replace(h200_profile.classes[changed], launch_s=1e-3)
         seconds = window_of(with_classes(h200_profile, **{changed: slow})).seconds
         assert (seconds > 2 * window.seconds) == (changed == kind)
+
+
+@pytest.mark.parametrize(("context", "batch", "added_ms"), [(32768, 1, 0.48), (120_000, 1, 1.24), (32768, 8, 2.54)])
+def test_int8_latents_take_longer_than_16_bit_ones(context, batch, added_ms):
+    """By what they added to steps with 8-bit weights on an H200 (models_h200.json), to which the factor was fitted."""
+    shape = load_shape("deepseek-ai/DeepSeek-V2-Lite")
+    plain = preset("int8-weights", Workload(shape.name, "h200", context, 256, batch))
+    coded = replace(plain, kv=replace(plain.kv, format=KVFormat.INT8))
+    h200 = next(profile for profile in shipped_profiles() if profile.hardware.name == "h200")
+    times = [predict(plan, shape, h200).best.tpot_ms for plan in (plain, coded)]
+    assert times[1] - times[0] == pytest.approx(added_ms, abs=0.16)

@@ -73,7 +73,7 @@ LAYERED = {
     },
     "nemotron_h": {
         **HEADS, **EXPERTS, **MAMBA, "moe_shared_expert_intermediate_size": 20, "hybrid_override_pattern": "ME*-",
-        "moe_latent_size": 40,
+        "moe_latent_size": 40, "num_hidden_layers": 4,
     },
     "granitemoehybrid": {
         "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 20,
