@@ -493,6 +493,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         model_tables.described_models,
         model_tables.experts_and_drafts,
         model_tables.measured_models,
+        model_tables.measured_misses,
         offload_tables.streamed_rounds,
         parallel_tables.parallel_plans,
         parallel_tables.parallel_published,

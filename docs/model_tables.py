@@ -41,6 +41,7 @@ GENERIC = {
 WITH_EXPERTS = ("ernie4_5_moe", "granitemoe", "afmoe", "hy_v3")
 GENERIC_EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}
 TARGET = 0.08  # of predictions for models that no calibration has seen
+MISS = 0.06  # from which a prediction is listed
 
 
 def supported_families() -> str:
@@ -134,7 +135,7 @@ def measured_models(name: str) -> str:
                      _name(best["plan"]) if best else "")
                 )  # fmt: skip
     columns = (
-        "model", "context x batch", "plain ms", "best ms", "vLLM ms", "over plain", "over best", "best plan",
+        "model", "context x batch", "plain ms", "best ms", "vLLM ms", "vLLM / plain", "vLLM / best", "best plan",
     )  # fmt: skip
     sizes = [abs(error) for error in errors]
     summary = (
@@ -142,6 +143,25 @@ def measured_models(name: str) -> str:
         f"the median is off by {median(sizes):.1%}, the worst by {max(sizes):.1%}."
     )
     return f"{table(columns, lines)}\n\n{summary}"
+
+
+def measured_misses(name: str) -> str:
+    """Every measured row of models of true size whose prediction is off by MISS or more, the worst first."""
+    rows = [
+        (model.partition("/")[2], row)
+        for model, rows in result(name).items()
+        if "/" in model
+        for row in rows
+        if "round_ms" in row
+    ]
+    within = sum(abs(_error(row)) <= TARGET for _, row in rows)
+    missed = sorted((row for row in rows if abs(_error(row[1])) >= MISS), key=lambda row: -abs(_error(row[1])))
+    lines = [
+        (model, row["row"].partition(",")[0], _name(row["plan"]), f"{row['tpot_ms']:.2f}", f"{_error(row):+.1%}")
+        for model, row in missed
+    ]
+    columns = ("model", "context x batch", "plan", "measured ms", "prediction off by")
+    return f"{table(columns, lines)}\n\nOf all {len(rows)} rows {within} are within {TARGET:.0%}."
 
 
 def _error(row: dict[str, Any]) -> float:
