@@ -11,7 +11,7 @@ from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model.config import decoder_config
 
-CONTEXT, NEW = 64, 4
+CONTEXT, NEW = 64, 8
 COLUMNS = {
     "plain": {},
     "quantspec": {"kv": "int4x2", "gamma": 3, "draft_bits": 4},
@@ -21,6 +21,8 @@ COLUMNS = {
     "8-bit": {"target_bits": 8},
     "4-bit": {"target_bits": 4},
 }
+# Plans without drafts and host whose tokens those of a column must be: of the same weights and cache.
+SAME_TOKENS = {"quantspec": {"kv": "int8"}, "progressive": {}, "offload": {}}
 # Of sinks and windows, latents, states, and heads of two sizes: the columns that they lack.
 LACKING = {
     "gpt_oss": {"progressive", "offload"},
@@ -40,6 +42,10 @@ def test_cells_are_what_the_engine_does(family, tiny_model, make_plan, prompts):
             refused.add(name)
             with pytest.raises(UnsupportedPlan, match=re.escape(missing[0])):
                 runtime.load(plan, folder, device="cpu")
-        else:
-            assert len(runtime.load(plan, folder, device="cpu").generate(prompts(CONTEXT), NEW).tokens[0]) == NEW
+            continue
+        tokens = runtime.load(plan, folder, device="cpu").generate(prompts(CONTEXT), NEW).tokens[0]
+        assert len(tokens) == NEW
+        if name in SAME_TOKENS:
+            exact = make_plan(context=CONTEXT, new_tokens=NEW, **SAME_TOKENS[name])
+            assert tokens == runtime.load(exact, folder, device="cpu").generate(prompts(CONTEXT), NEW).tokens[0]
     assert refused == LACKING[family]
