@@ -31,6 +31,7 @@ STYLE = """<style>
 [data-testid="stTableStyledTable"] td * { max-width: none !important; }
 @media (hover: none) { .modebar { display: none; } }
 @media (max-width: 640px) {
+  [data-testid="stTableStyledTable"] :is(td, th) { padding: 0.25rem; overflow-wrap: anywhere; }
   [data-testid="stDataFrame"]::after { content: "Swipe the table for more columns."; opacity: 0.6; font-size: 0.8rem; }
   [data-testid="stExpandSidebarButton"]::after { content: "Change the question"; white-space: nowrap; }
 }

@@ -98,13 +98,9 @@ class ApiRequest:
         with refused_as(name):
             require_whole(name, limit, 1, workload.new_tokens)
         return cls(
-            sampling,
-            limit,
-            _stop_words(fields.get("stop")),
-            bool(_typed(fields, "stream", bool, "true or false")),
+            sampling, limit, _stop_words(fields.get("stop")), bool(_typed(fields, "stream", bool, "true or false")),
             bool(_typed(options, "include_usage", bool, "true or false")),
-            bool(_typed(fields, "ignore_eos", bool, "true or false")),
-            () if chat else _prompts(fields.get("prompt")),
+            bool(_typed(fields, "ignore_eos", bool, "true or false")), () if chat else _prompts(fields.get("prompt")),
             _messages(fields.get("messages")) if chat else (),
         )  # fmt: skip
 

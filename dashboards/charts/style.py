@@ -21,6 +21,7 @@ CLEAR = "rgba(0,0,0,0)"
 EDGE = "rgba(30,30,30,0.55)"  # behind white texts and light lines, on light and dark pages
 PLAIN = "plain decoding"
 ROUND = tuple(digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5))
+MIN_TICKS = 3  # of an axis
 POWERS = tuple(1 << power for power in range(25))
 
 
@@ -76,10 +77,16 @@ def token_axis(figure: go.Figure, tokens: Iterable[float], title: str = "context
 
 
 def log_ticks(values: Iterable[float]) -> dict[str, list]:
-    """Ticks at 1, 2 and 5 times powers of ten, for a logarithmic axis that holds these values."""
-    known = np.asarray(list(values), dtype=float)
-    ticks = [tick for tick in ROUND if known.min() / 2 <= tick <= known.max() * 2] if known.size else []
-    return {"tickvals": ticks, "ticktext": [f"{tick:,.0f}" if tick >= 1 else f"{tick:g}" for tick in ticks]}
+    """Ticks at 1, 2 and 5 times powers of ten, or finer ones, for a logarithmic axis that holds these values."""
+    known, ticks = np.asarray(list(values), dtype=float), list[float]()
+    if known.size:
+        low, high = known.min(), known.max()
+        ticks = [tick for tick in ROUND if low / 2 <= tick <= high * 2]
+        if high > low and sum(low <= tick <= high for tick in ticks) < MIN_TICKS:
+            step = 10 ** np.floor(np.log10(high - low))
+            step *= 2 if high - low > 5 * step else 1
+            ticks = [tick for tick in np.arange(low // step, high // step + 2) * step if tick > 0]
+    return {"tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
 
 
 def faded(color: str, opacity: float) -> str:

@@ -253,11 +253,9 @@ def tune(
         write_atomically(output, replace(saved, plan=tuning.plan).to_json())
     if as_json:
         print_json({
-            "plan": tuning.plan.to_dict(),
-            "steps": [step.to_dict() for step in tuning.steps],
+            "plan": tuning.plan.to_dict(), "steps": [step.to_dict() for step in tuning.steps],
             **{name: getattr(tuning, name) for name in ("plain_ms", "speedup", "measured", "generations", "spread")},
-            "rows": len(tuning.rows),
-            "path": str(rows_path),
+            "rows": len(tuning.rows), "path": str(rows_path),
         })  # fmt: skip
     else:
         _print(tuning, rows_path)

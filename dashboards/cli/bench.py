@@ -116,13 +116,7 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of one row; unmeasured figures are empty."""
     peer_us, ratio, error, target_us = (row[name] for name in ("peer_us", "ratio", "error", "target_us"))
     return (
-        f"{row['kernel']} {row['shape']}",
-        number(row["ours_us"]),
-        "" if peer_us is None else number(peer_us),
-        "" if ratio is None else f"{ratio:.2f}x",
-        f"{row['roof']:.0%}",
-        error_text(error),
-        "" if target_us is None else number(target_us),
-        "met" if row["met"] else "missed",
-        row["peer"] or "",
-    )
+        f"{row['kernel']} {row['shape']}", number(row["ours_us"]), "" if peer_us is None else number(peer_us),
+        "" if ratio is None else f"{ratio:.2f}x", f"{row['roof']:.0%}", error_text(error),
+        "" if target_us is None else number(target_us), "met" if row["met"] else "missed", row["peer"] or "",
+    )  # fmt: skip

@@ -265,17 +265,15 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     tpot_ms = predicted["tpot at the measured acceptance" if drafting else "tpot"]
     peak = figures["peak_memory_bytes"]
     return (
-        f"{row['context']}x{row['batch']}",
-        f"{figures['tpot_ms']:.2f} ({tpot_ms:.2f})",
+        f"{row['context']}x{row['batch']}", f"{figures['tpot_ms']:.2f} ({tpot_ms:.2f})",
         ("busy" if row.get("busy") else "") if faster is None else f"{faster:.2f}x",
         "" if row["over_vllm"] is None else f"{row['over_vllm']:.2f}x",
         f"{figures['tokens_per_round']:.2f} ({predicted['tokens per round']:.2f})" if drafting else "",
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
         f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
         f"{_rate(row, figures['ttft_ms'], figures['tpot_ms']):.0f} ({_rate(row, predicted['prefill'], tpot_ms):.0f})",
-        "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
-        plan_text(row),
-    )
+        "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})", plan_text(row),
+    )  # fmt: skip
 
 
 def _rate(row: Mapping[str, Any], ttft_ms: float, tpot_ms: float) -> float:

@@ -20,24 +20,15 @@ HOSTS = (ADDRESS, "localhost")  # other names that lead here are those of a page
 FIRST_PORT, PORTS = 8501, 50
 # Streamlit's settings. They override those of the user's own config.toml.
 SERVER = {
-    "server.headless": "true",
-    "server.baseUrlPath": "",
-    "server.fileWatcherType": "none",
-    "server.enableCORS": "true",
-    "server.enableXsrfProtection": "true",
-    "server.enableStaticServing": "false",
-    "server.enableAgentApi": "false",
-    "server.trustedUserHeaders": "{}",
-    "browser.gatherUsageStats": "false",
+    "server.headless": "true", "server.baseUrlPath": "", "server.fileWatcherType": "none",
+    "server.enableCORS": "true", "server.enableXsrfProtection": "true", "server.enableStaticServing": "false",
+    "server.enableAgentApi": "false", "server.trustedUserHeaders": "{}", "browser.gatherUsageStats": "false",
     "browser.serverAddress": ADDRESS,  # which Streamlit takes for an allowed origin
     "secrets.files": f"{os.devnull}.toml",  # none: Streamlit sets environment variables from such files
-    "logger.level": "warning",
-    "client.toolbarMode": "minimal",
-    "client.showErrorDetails": "full",
+    "logger.level": "warning", "client.toolbarMode": "minimal", "client.showErrorDetails": "full",
     "global.disableWidgetStateDuplicationWarning": "true",  # fix cards and sliders set texts that have defaults
-    "theme.light.primaryColor": "#0072b2",
-    "theme.dark.primaryColor": "#3d9bd6",
-}
+    "theme.light.primaryColor": "#0072b2", "theme.dark.primaryColor": "#3d9bd6",
+}  # fmt: skip
 
 
 @command()

@@ -79,24 +79,15 @@ def export_plan(
     """
     shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
     with_plugin = export_with_plugin if keep_drafts else fastest_with_plugin
-    exported = (with_plugin if plugin else export)(
-        ServeCommandOptions(
-            plan=plan.plan,
-            shape=_served_shape(shape, model),
-            profile=used,
-            engine=engine_named(target),
-            schema=schema_for(target, engine_version or (PLUGIN_VERSION if plugin and target == "vllm" else None)),
-            model=_served_model(plan.plan, model),
-            memory_utilization=memory_utilization,
-            engine_profile=Path(engine_profile) if engine_profile else None,
-            kv_cache_dtype=kv_cache_dtype,
-            draft_model=draft_model,
-            draft_shape=_known_shape(draft_model),
-            draft_method=draft_method,
-            host_cache_gib=math.ceil((host_cache or 0) / GIB),
-            host_cache_backend=host_cache_backend,
-        )
-    )
+    options = ServeCommandOptions(
+        plan=plan.plan, shape=_served_shape(shape, model), profile=used, engine=engine_named(target),
+        schema=schema_for(target, engine_version or (PLUGIN_VERSION if plugin and target == "vllm" else None)),
+        model=_served_model(plan.plan, model), memory_utilization=memory_utilization,
+        engine_profile=Path(engine_profile) if engine_profile else None, kv_cache_dtype=kv_cache_dtype,
+        draft_model=draft_model, draft_shape=_known_shape(draft_model), draft_method=draft_method,
+        host_cache_gib=math.ceil((host_cache or 0) / GIB), host_cache_backend=host_cache_backend,
+    )  # fmt: skip
+    exported = (with_plugin if plugin else export)(options)
     if output:
         write_atomically(output, exported.command.yaml())
     print_answer(exported.to_dict(), as_json, lambda: echo("\n".join(report(plan.plan, exported))))

@@ -20,7 +20,6 @@ from ridgeplan.dashboards.files import json_text, write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from ridgeplan.runtime.progress import OnProgress
 
@@ -140,8 +139,11 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Progress]:
-    """Progress bars on stderr if it is a terminal, erased at the end."""
+def progress(first: str) -> Iterator[OnProgress]:
+    """A bar on stderr, erased at the end. It says `first` until the function that the block gets is called.
+
+    Where stderr is no terminal, long work prints a line on it every LINE_S seconds.
+    """
     from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
@@ -149,22 +151,11 @@ def progress_bars() -> Iterator[Progress]:
         def render(self, task: Task) -> Text:
             return super().render(task) if task.percentage >= 100 * ESTIMATED_FROM else Text()
 
-    shown = sys.stderr.isatty()
     label = TextColumn("{task.description}", markup=False)  # names of models are no markup
     columns = (label, BarColumn(), TaskProgressColumn(), TimeLeft())  # rich's own, but for the label and early times
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bars:
-        yield bars
-
-
-@contextmanager
-def progress(first: str) -> Iterator[OnProgress]:
-    """One progress bar. It says `first` until the function that the block gets is called.
-
-    Where stderr is no terminal, long work prints a line on it every LINE_S seconds.
-    """
     begun: tuple[float, int] | None = None  # the time of the first call and the steps done then
-    printed = time.monotonic()
-    with progress_bars() as bars:
+    printed, disabled = time.monotonic(), not sys.stderr.isatty()
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=disabled) as bars:
         bar = bars.add_task(first)
 
         def show(what: str, done: int, total: int) -> None:
@@ -172,7 +163,7 @@ def progress(first: str) -> Iterator[OnProgress]:
             bars.update(bar, description=printable(what), completed=done, total=total)
             now = time.monotonic()
             start, before = begun = begun or (now, done)
-            if bars.disable and done < total and now - printed >= LINE_S:
+            if disabled and done < total and now - printed >= LINE_S:
                 printed, known = now, done > before and done >= ESTIMATED_FROM * total
                 left = f", about {(now - start) * (total - done) / (done - before):,.0f} s left" if known else ""
                 echo(f"{printable(what)} ({done} of {total}{left})", err=True)

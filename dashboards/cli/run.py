@@ -136,12 +136,8 @@ def run(
                 echo(piece, nl=False)
     if as_json:
         print_json({
-            "plan": engine.plan.to_dict(),
-            "model": engine.source,
-            "prompt_tokens": len(ids[0]),
-            "tokens": answer.tokens,
-            "text": answer.text,
-            "startup_s": startup.seconds,
+            "plan": engine.plan.to_dict(), "model": engine.source, "prompt_tokens": len(ids[0]),
+            "tokens": answer.tokens, "text": answer.text, "startup_s": startup.seconds,
             "statistics": statistics_dict(engine.statistics),
         })  # fmt: skip
     else:

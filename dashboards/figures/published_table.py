@@ -47,13 +47,10 @@ def _row(row: published.PublishedRow, metric: str, changes: dict[str, Any]) -> R
     printed = row.cells[metric] if changed == row else published.NOT_PRINTED
     columns = ("model", "gpu", "gpus", "context", "batch", "gamma", "budget")
     return {
-        "case": row.case,
-        "method": row.method,
-        **{name: getattr(changed, name) for name in columns},
-        "metric": metric,
+        "case": row.case, "method": row.method, **{name: getattr(changed, name) for name in columns}, "metric": metric,
         "published": None if printed == published.NOT_PRINTED else printed,
         "predicted": _predicted(changed, metric, printed),
-    }
+    }  # fmt: skip
 
 
 def _predicted(row: published.PublishedRow, metric: str, printed: float | str) -> float | str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -198,9 +198,10 @@ def _show_engine(answer: Answer) -> None:
     times, backend = exported.times, answer.recommendation.backend
     speed = f"{time_text(times.tpot_ms)} per token ({times.source})" if times else f"none, as {exported.unpredicted}"
     st.markdown(escaped(f"Predicted for this command: {speed}. All times above are of the backend {backend}."))
-    rows = [{"part of the plan": axis.axis, "in the plan": axis.plan, f"in {exported.engine}": axis.engine,
-             "computes the same": "yes" if axis.exact else "no"} for axis in exported.carried]  # fmt: skip
-    _show_table(rows)
+    rows = [{"part": axis.axis, "in the plan": axis.plan,
+             f"in {exported.engine}": f"{axis.engine}; {'' if axis.exact else 'not '}the same result"}
+            for axis in exported.carried]  # fmt: skip
+    st.table([{name: escaped(text) for name, text in row.items()} for row in rows], border="horizontal")
     for rule in exported.rules:
         st.caption(escaped(rule.says))
 
@@ -210,12 +211,14 @@ def _show_why(answer: Answer) -> None:
     rows = {sentence(name): escaped(text) for name, text in reasons(answer.recommendation)}
     st.table(rows, border="horizontal")
     st.markdown("**The next best plans**")
-    _show_table(_plan_rows(answer.recommendation.alternatives[:NEXT_PLANS]))
+    others = answer.recommendation.alternatives[:NEXT_PLANS]
+    st.markdown("\n".join(f"- **{escaped(row['plan'])}**: {escaped(_plan_line(row))}" for row in _plan_rows(others)))
 
 
-def _show_table(rows: Sequence[dict[str, Any]]) -> None:
-    """A table whose cells wrap, so that none is cut off."""
-    st.table([{name: escaped(str(value)) for name, value in row.items()} for row in rows], border="horizontal")
+def _plan_line(row: Mapping[str, Any]) -> str:
+    """A row of `_plan_rows` as text, which a phone can wrap."""
+    figures = f"{row['ms per token']:.3g} ms per token, {row['speed-up']:.2f}x, {row['peak GB']:.3g} GB"
+    return f"{figures}; {row['why not']}. It has {row['what it changes']}."
 
 
 def show_alternatives(answer: Answer) -> None:

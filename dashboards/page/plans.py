@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from ridgeplan.planner.quantities import duration_s
 from ridgeplan.planner.queries.curves import contexts_of, crossings, over_batches, over_contexts
 from ridgeplan.planner.queries.maps import PlanMap, plan_map
 from ridgeplan.planner.question import Objective, Question
+from ridgeplan.planner.recommend import TOLERANCE
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.render.text import plain_words
 from ridgeplan.planner.resolution import resolve
@@ -62,21 +63,16 @@ def _degrees(choice: DegreeChoice) -> dict[str, str | float]:
 
 
 def _gpus(answer: Answer) -> Mapping[str, Curve]:
-    """The recommended plan on each chosen GPU."""
-    names = [item.name for item in list_hardware()]
+    """Each chosen GPU with its own best plan."""
     gpu = answer.page.gpu
-    defaults = [name for name in ("h100-sxm", "a100-80gb") if name in names and name != gpu]
-    chosen = st.multiselect("Other GPUs", [name for name in names if name != gpu], defaults, key="gpus",
-                            bind=IN_URL, max_selections=MAX_CURVES - 1)  # fmt: skip
-    st.caption(escaped(f"Each GPU runs the plan that is best on {gpu}: {plain_words(answer.recommendation.plan)}."))
-    questions = {gpu: answer.question} | {
-        name: replace(answer.page, gpu=name).to_question(answer.recommendation.plan.parallel) for name in chosen
-    }
-    return {name: (answer.recommendation.plan, question) for name, question in questions.items()}
+    others = [item.name for item in list_hardware() if item.name != gpu]
+    defaults = [name for name in ("h100-sxm", "a100-80gb") if name in others]
+    chosen = st.multiselect("Other GPUs", others, defaults, key="gpus", bind=IN_URL, max_selections=MAX_CURVES - 1)
+    return _own_plans(answer, "GPU", gpu, {name: replace(answer.page, gpu=name) for name in chosen})
 
 
 def _models(answer: Answer) -> Mapping[str, Curve]:
-    """Each chosen model with its own best plan for the question; a message for those that have none."""
+    """Each chosen model with its own best plan."""
     own, final = answer.question.shape, answer.question.workload.final_context
     others = [shape for shape in list_models() if shape.name != own.name]
     fitting = [shape for shape in others if shape.max_context >= final and sizes_of(shape) != sizes_of(own)]
@@ -86,12 +82,17 @@ def _models(answer: Answer) -> Mapping[str, Curve]:
     chosen = st.multiselect("Other models", [shape.name for shape in others],
                             [shape.name for shape in nearest[:2]], key="models", bind=IN_URL,
                             max_selections=MAX_CURVES - 1)  # fmt: skip
-    st.caption("Each model runs the plan that is fastest for it.")
-    curves = {own.name: (answer.recommendation.plan, answer.question)}
-    for name in chosen:
+    return _own_plans(answer, "model", own.name, {name: replace(answer.page, model=name) for name in chosen})
+
+
+def _own_plans(answer: Answer, what: str, name: str, pages: Mapping[str, PageQuestion]) -> Mapping[str, Curve]:
+    """The question's plan, under its name, and the best one of each other GPU or model; a message where none fits."""
+    st.caption(f"Each {what} runs the plan that is best for it.")
+    curves = {name: (answer.recommendation.plan, answer.question)}
+    for other, page in pages.items():
         with problems_shown():
-            page = replace(answer.page, model=name)
-            curves[name] = page.answer().plan, page.to_question()
+            plan = page.answer().plan
+            curves[other] = plan, page.to_question(plan.parallel)
     return curves
 
 
@@ -116,17 +117,26 @@ def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:
     for crossing in crossings(contexts, best):
         st.markdown(f"- {escaped(crossing_text(crossing))}")
     st.dataframe([_row(name, *curve) for name, curve in curves.items()], hide_index=True, key="figures")
+    _say_changes(plan for plan, _ in curves.values())
+
+
+def _say_changes(plans: Iterable[Plan]) -> None:
+    """What each plan does, in words that wrap, as cells of a table do not."""
+    texts = {short_name(preset_name(plan)): plain_words(plan) for plan in plans}
+    st.markdown("\n".join(f"- **{escaped(name)}**: {escaped(text)}" for name, text in texts.items()))
 
 
 def _row(name: str, plan: Plan, question: Question) -> dict[str, str | float]:
-    """The figures at the question's context."""
+    """The figures at the question's context; the plan where the name is another's."""
     (prediction,) = predict_question([plan], question)
-    best = prediction.best
+    best, short = prediction.best, short_name(preset_name(plan))
+    is_plan = name in PRESETS or short_name(name) == short
+    last = {"batch's last, s": round(best.ttft_ms / 1e3, 3)} if question.workload.batch > 1 else {}
     return {
-        "": name, **({"plan": preset_name(plan)} if name == question.shape.name else {}),  # a model's own
-        "ms per token": round(best.tpot_ms, 3), "low": round(prediction.low.tpot_ms, 3),
-        "high": round(prediction.high.tpot_ms, 3), "first token, s": round(best.ttft_request_ms / 1e3, 3),
-        "batch's last, s": round(best.ttft_ms / 1e3, 3), "tokens/s": round(best.tokens_per_s, 1),
+        **({"": short} if is_plan else {"": name.rpartition("/")[2], "plan": short}),
+        "ms per token": round(best.tpot_ms, 3),
+        "range": f"{prediction.low.tpot_ms:.3g} to {prediction.high.tpot_ms:.3g}",
+        "first token, s": round(best.ttft_request_ms / 1e3, 3), **last, "tokens/s": round(best.tokens_per_s, 1),
         "peak GB": round(best.peak_memory_bytes / 1e9, 2),
         "fits": "yes" if best.peak_memory_bytes <= question.memory_limit_bytes else "no", "source": prediction.source,
     }  # fmt: skip
@@ -152,11 +162,16 @@ def show_trade_offs(answer: Answer) -> None:
     st.markdown("**The best choices**, as numbered in the figure")
     rows = [
         {"": number, "plan": short_name(point.plan), "batch": point.batch,
-         "tokens/s of one request": round(point.per_user, 1), "tokens/s of the GPU": round(point.per_gpu),
-         "what it changes": plain_words(plans[point.plan])}
+         "tokens/s of one request": round(point.per_user, 1), "tokens/s of the GPU": round(point.per_gpu)}
         for number, point in enumerate(front, 1)
     ]  # fmt: skip
     st.dataframe(rows, hide_index=True, key="front_points")
+    _say_changes(plans[point.plan] for point in front)
+    name = answer.recommendation.name
+    if all(point.plan != name for point in front):
+        st.caption(escaped(f"The recommended plan, {short_name(name)}, is not among them: others are a little faster. "
+                           f"Of plans within {TOLERANCE:.0%} of the fastest the planner takes the most exact one, or "
+                           "else the simplest."))  # fmt: skip
 
 
 def compared(recommendation: Recommendation, quality: Quality | QualityFloor) -> dict[str, Plan]:

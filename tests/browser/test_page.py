@@ -14,6 +14,7 @@ from ridgeplan.planner.plan_file import read_plan
 
 TABS = ("Capacity", "Traffic", "Compare", "Trade-offs", "Breakdown", "Speculation", "Papers", "Validation")
 CHARTED = [name for name in TABS if name != "Validation"]
+TALLEST = 3000  # pixels of an opened expander on a phone, which shows 900 at once
 LOCAL = ("http://127.0.0.1:", "data:", "blob:")
 # Text of a chart that must stay legible: ticks, titles, legends.
 LABELS = ".xtick text, .ytick text, .xtitle, .ytitle, .legendtext, .legendtitletext"
@@ -124,7 +125,22 @@ def test_expanders_open_with_all_that_they_hold(server: Any, context: Any) -> No
         page.get_by_text(content).first.wait_for()
     main = page.locator('[data-testid="stMain"]')
     assert main.evaluate("one => one.scrollWidth <= one.clientWidth")
+    wide = page.locator('[data-testid="stTable"]').evaluate_all(
+        "all => all.filter(one => one.scrollWidth > one.clientWidth + 1 || [...one.querySelectorAll('table')]"
+        ".some(table => table.scrollWidth > one.clientWidth + 1)).map(one => one.innerText)"
+    )
+    assert not wide
+    heights = page.locator('[data-testid="stExpander"]').evaluate_all("all => all.map(one => one.clientHeight)")
+    assert max(heights) < TALLEST
     context.set_offline(False)
+
+
+@pytest.mark.parametrize("tab", ["Compare", "Compare&compare=Models", "Compare&compare=Plans", "Trade-offs"])
+def test_no_column_is_beyond_the_edge_of_a_wide_screen(server: Any, context: Any, tab: str) -> None:
+    page = opened(context, f"{server.url}/?tab={tab}")
+    tables = page.locator('[data-testid="stDataFrame"] .dvn-scroller')
+    hidden = tables.evaluate_all("all => all.map(one => one.scrollWidth - one.clientWidth)")
+    assert hidden and max(hidden) <= 1
 
 
 def cross(first: dict[str, float], other: dict[str, float]) -> bool:

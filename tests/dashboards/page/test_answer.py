@@ -90,8 +90,8 @@ def test_vllm_s_command_has_vllm_s_time_beside_the_runtime_s(page: AppTest) -> N
     assert re.search(r"Predicted for this command: [\d.]+ ms per token", shown(page))
     assert "All times above are of the backend ridgeplan." in shown(page)
     carried = page.table[0].value
-    assert [*carried] == ["part of the plan", "in the plan", "in vLLM", "computes the same"]
-    assert {*carried["computes the same"]} <= {"yes", "no"}
+    assert [*carried] == ["part", "in the plan", "in vLLM"]
+    assert all(text.endswith(" the same result") for text in carried["in vLLM"])
 
 
 def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
@@ -102,8 +102,7 @@ def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None
     assert [sentence(what) for what, _ in reasons(answer)] == list(why.index)
     assert answer.best_estimated and answer.best_estimated.preset in why["Fastest estimated"].replace("\\", "")
     assert plain_words(answer.plan) in why["Recommended"].replace("\\", "")
-    others = page.table[2].value
-    assert plain_words(answer.alternatives[0].plan) == others["what it changes"][0].replace("\\", "")
+    assert plain_words(answer.alternatives[0].plan) in shown(page).partition("The next best plans")[2]
     page.selectbox(key="objective").set_value("memory").run()
     assert page.table[1].value.iloc[:, 0]["Fastest estimated"] == "no plan that is only estimated is faster"
 

@@ -7,6 +7,8 @@ from grids import pairs
 from streamlit.testing.v1 import AppTest
 
 from ridgeplan.dashboards import app
+from ridgeplan.planner.queries.compare import compare
+from ridgeplan.roofline.plan.presets import short_name
 from ridgeplan.validate.suite.report import SuiteReport
 
 pytestmark = pytest.mark.usefixtures("only_profile")
@@ -15,7 +17,7 @@ MODELS = ["deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "mistralai/Mistral-7B
 HEAD_CHARTS = 1  # memory over the context, above the tabs
 
 
-def tab(name: str, **url: str) -> AppTest:
+def tab(name: str, **url: str | list[str]) -> AppTest:
     page = AppTest.from_file(app.__file__, default_timeout=300)
     for key, value in {"tab": name, **url}.items():
         page.query_params[key] = value
@@ -65,11 +67,19 @@ def test_traffic_says_in_words_how_many_gpus_hold_the_limits() -> None:
     assert verdict.startswith("- At 0.5/s, 1 GPU holds the latency limits: 99% of the requests get their first token")
 
 
-def test_gpus_are_compared_with_one_plan() -> None:
-    page = tab("Compare", gpus="b200")
-    table = page.dataframe[0].value
-    assert list(table[""]) == ["h200", "b200"]
-    assert table["ms per token"][1] < table["ms per token"][0]  # 8 against 4.8 TB/s
+def test_each_gpu_is_compared_with_its_own_best_plan() -> None:
+    """As `compare` does: the plan of the first GPU may neither run on another nor be its best."""
+    table = tab("Compare", gpus=["b200", "a100-80gb"]).dataframe[0].value
+    assert list(table[""]) == ["h200", "b200", "a100-80gb"]
+    compared = compare("meta-llama/Llama-3.1-8B", list(table[""]), "120k").plans
+    assert list(table["plan"]) == [short_name(item.name) for item in compared]
+    assert len(set(table["plan"])) > 1
+    assert list(table["ms per token"]) == [round(item.predicted.best.tpot_ms, 3) for item in compared]
+
+
+def test_a_recommended_plan_that_is_no_best_choice_is_mentioned() -> None:
+    page = tab("Trade-offs", objective="memory")
+    assert "is not among them" in " ".join(str(item.value) for item in page.caption)
 
 
 def test_plans_are_compared_at_their_fastest() -> None:
