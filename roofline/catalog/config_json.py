@@ -5,31 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.families import (
-    EXPERT_WIDTH,
-    EXPERTS,
-    EXPERTS_PER_TOKEN,
-    INNER_TYPES,
-    KV_HEADS,
-    LAYER_KINDS,
-    LEADING_DENSE,
-    MAMBA_GROUPS,
-    MAMBA_HEAD_DIM,
-    MAMBA_HEADS,
-    MAMBA_STATE,
-    MAMBA_TAPS,
-    MTP_LAYERS,
-    PATTERN_KINDS,
-    SHARED_EXPERTS,
-    SHARED_WIDTH,
-    Family,
-    families,
-)
+from ridgeplan.roofline.catalog import families as known
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, MAMBA2, MLP, Attention, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, BadModelFile, ModelShape, UnknownModel
@@ -99,7 +81,7 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     if keys.get("is_encoder_decoder"):
         raise ValueError("is_encoder_decoder is true; allowed: models without an encoder")
     notes = []
-    if keys.model_type in families():
+    if keys.model_type in known.families():
         shape = _read_shape(keys, family, name, source)
     else:
         try:
@@ -115,7 +97,7 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     return replace(shape, note="; ".join(notes), weight_bits=weight_bits_of_config(keys, shape))
 
 
-def _read_shape(keys: _Keys, family: Family, name: str, source: str) -> ModelShape:
+def _read_shape(keys: _Keys, family: known.Family, name: str, source: str) -> ModelShape:
     layers = _layers(keys, family)
     shape = ModelShape(name=name, source=source, **_flat_fields(keys, family, layers))
     if len(set(layers)) > 1 or not _says_all(shape, layers[0]):
@@ -150,22 +132,16 @@ _HARMLESS = re.compile(
 )
 
 
-class _Keys(Mapping[str, Any]):
+class _Keys(UserDict[str, Any]):
     """The keys of a config.json over the family's defaults; remembers which ones were read."""
 
     def __init__(self, values: Config, defaults: Config) -> None:
-        self._values = {**defaults, **values}
         self._read: set[str] = set()
+        super().__init__({**defaults, **values})
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        return super().__getitem__(key)
 
     @property
     def model_type(self) -> str:
@@ -180,10 +156,10 @@ class _Keys(Mapping[str, Any]):
         for key in ACTIVATIONS:
             if self.get(key) not in (None, "silu", "swish"):
                 raise ValueError(f"{key} {brief(self[key])} does not say whether the MLP is gated")
-        ungated = next((key for key, value in self._values.items() if value is False and _GATE.search(key)), None)
+        ungated = next((key for key, value in self.data.items() if value is False and _GATE.search(key)), None)
         if ungated:
             raise ValueError(f"{ungated} is false; allowed: gated MLPs")
-        values = {key: value for key, value in self._values.items() if key not in self._read and value}
+        values = {key: value for key, value in self.data.items() if key not in self._read and value}
         if values.get("cla_share_factor") and self.get("use_cla") is False:
             del values["cla_share_factor"]
         unread = [key for key in values if not _HARMLESS.search(key)]
@@ -193,19 +169,19 @@ class _Keys(Mapping[str, Any]):
         return unread
 
 
-def _family_keys(config: Config) -> tuple[_Keys, Family]:
+def _family_keys(config: Config) -> tuple[_Keys, known.Family]:
     """The keys of the language model, which may be inside those of a model of images and text, and its family."""
     inner = config.get("text_config")
     model_type = config.get("model_type")
     if isinstance(inner, dict):
         inner_type = inner.get("model_type")
-        if not isinstance(inner_type, str) or inner_type not in families():
-            inner_type = INNER_TYPES.get(str(model_type), inner_type or model_type)
+        if not isinstance(inner_type, str) or inner_type not in known.families():
+            inner_type = known.INNER_TYPES.get(str(model_type), inner_type or model_type)
         shared = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
         config, model_type = {**shared, **inner, "model_type": inner_type}, inner_type
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"model_type is {brief(model_type)}; allowed: the name of a family, such as 'llama'")
-    family = families().get(model_type, Family(sliding="keys"))
+    family = known.families().get(model_type, known.Family(sliding="keys"))
     config = {key: value for key, value in config.items() if key != PER_LAYER} | _global_heads(config)
     return _Keys(config, family.defaults), family
 
@@ -220,7 +196,7 @@ def _global_heads(config: Config) -> Fields:
         same = {"global_head_dim": config.get("head_dim")} if PER_LAYER in config else {}
         # Without that table, other KV heads go with values that are keys.
         return same if config.get("attention_k_eq_v") else {**same, "num_global_key_value_heads": None}
-    kinds = _list(config, "layer_types", tuple(LAYER_KINDS))
+    kinds = _list(config, "layer_types", tuple(known.LAYER_KINDS))
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
     named = {str(layer).lstrip("0") or "0" for layer in overrides}  # with zeros ahead from 10 layers on
     first, *others = overrides.values()
@@ -252,6 +228,14 @@ def _first(config: Config, keys: Sequence[str], default: int | None = None) -> i
     there = [key for key in keys if config.get(key) is not None]
     present = next((key for key in there if config[key] != 0), there[0] if there else keys[0])
     return _whole(config, present, default)
+
+
+def _number(config: Config, key: str, default: float, least: float = 0) -> float:
+    """A number up to a million; `default` where the key is missing or 0. Raises ValueError for anything else."""
+    value = config.get(key) or default
+    if not isinstance(value, (int, float)) or not least <= value <= 10**6:
+        raise ValueError(f"{key} must be a number from {least} to 1000000, not {brief(value)}")
+    return float(value)
 
 
 def _flag(config: Config, key: str, default: bool) -> Any:
@@ -291,7 +275,7 @@ class _Layer:
     mlp: MLP | None
 
 
-def _layers(config: _Keys, family: Family) -> list[_Layer]:
+def _layers(config: _Keys, family: known.Family) -> list[_Layer]:
     """Every layer in the model's order."""
     kinds = layer_kinds(config, family)
     shared = _whole(config, "num_kv_shared_layers", 0)
@@ -317,23 +301,23 @@ def _layers(config: _Keys, family: Family) -> list[_Layer]:
     return layers
 
 
-def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
+def layer_kinds(config: Config, family: known.Family) -> list[tuple[str, str]]:
     """How each layer mixes tokens ("full", "sliding", "state", "none"), and its MLP: "" for what other keys say.
 
     Raises ValueError naming a key with a value of no known meaning.
     """
     pattern = config.get("hybrid_override_pattern")
     if pattern is not None:
-        if not isinstance(pattern, str) or not pattern or set(pattern) - set(PATTERN_KINDS):
-            letters = ", ".join(PATTERN_KINDS)
+        if not isinstance(pattern, str) or not pattern or set(pattern) - set(known.PATTERN_KINDS):
+            letters = ", ".join(known.PATTERN_KINDS)
             raise ValueError(f"hybrid_override_pattern must consist of {letters}, not {brief(pattern)}")
         if config.get("num_hidden_layers") not in (None, len(pattern)):
             layers = brief(config["num_hidden_layers"])
             raise ValueError(
                 f"hybrid_override_pattern has {len(pattern)} letters; allowed: num_hidden_layers, {layers}"
             )
-        return [PATTERN_KINDS[letter] for letter in pattern]
-    kinds_allowed = tuple(LAYER_KINDS)
+        return [known.PATTERN_KINDS[letter] for letter in pattern]
+    kinds_allowed = tuple(known.LAYER_KINDS)
     named = _list(config, "layer_types", kinds_allowed) or _list(config, "layers_block_type", kinds_allowed)
     count = len(named) if named and config.get("num_hidden_layers") is None else _layer_count(config)
     if named:
@@ -342,7 +326,7 @@ def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
         if len(named) != count:
             raise ValueError(f"layer_types has {len(named)} entries; allowed: {count}, one for each layer")
         windows = config.get("sliding_window") is not None
-        kinds = [LAYER_KINDS[kind] for kind in named]
+        kinds = [known.LAYER_KINDS[kind] for kind in named]
         kinds = [("full", mlp) if kind == "sliding" and not windows else (kind, mlp) for kind, mlp in kinds]
         bare = any(mlp for _, mlp in kinds)  # layers of one block each
         return [(kind, mlp or ("none" if bare else "")) for kind, mlp in kinds]
@@ -380,10 +364,10 @@ def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:
     return {"all": range(layers), "even": range(0, layers, 2), "none": range(0)}[rule]
 
 
-def _attention(config: Config, family: Family, sliding: bool, later: bool) -> Attention:
+def _attention(config: Config, family: known.Family, sliding: bool, later: bool) -> Attention:
     """Attention of a layer; `sliding` within the window, `later` of layers that read an earlier layer's cache."""
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    kv_heads = _first(config, KV_HEADS, heads)
+    kv_heads = _first(config, known.KV_HEADS, heads)
     head_dim = _whole(config, "head_dim", hidden // max(heads, 1))
     sizes: Fields = {"q_heads": heads, "window_tokens": _whole(config, "sliding_window") if sliding else None}
     if config.get("kv_lora_rank"):
@@ -437,26 +421,23 @@ def _state(config: Config) -> State:
             rule=DELTA_RULE, key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, conv_width=taps,
             gate_rank=dim, bytes_per_element=bytes_per_element,
         )  # fmt: skip
-    if any(config.get(key) for key in MAMBA_HEADS):
-        heads = _first(config, MAMBA_HEADS)
+    if any(config.get(key) for key in known.MAMBA_HEADS):
+        heads = _first(config, known.MAMBA_HEADS)
         inner = _whole(config, "hidden_size") * _whole(config, "mamba_expand", 2)
-        own_width = any(type(config.get(key)) is int for key in MAMBA_HEAD_DIM)
+        own_width = any(type(config.get(key)) is int for key in known.MAMBA_HEAD_DIM)
         return State(
             rule=MAMBA2,
-            key_heads=_first(config, MAMBA_GROUPS),
+            key_heads=_first(config, known.MAMBA_GROUPS),
             value_heads=heads,
-            key_dim=_first(config, MAMBA_STATE),
-            value_dim=_first(config, MAMBA_HEAD_DIM) if own_width else inner // max(heads, 1),
-            conv_width=_first(config, MAMBA_TAPS, 4),
+            key_dim=_first(config, known.MAMBA_STATE),
+            value_dim=_first(config, known.MAMBA_HEAD_DIM) if own_width else inner // max(heads, 1),
+            conv_width=_first(config, known.MAMBA_TAPS, 4),
             bytes_per_element=bytes_per_element,
         )
     names = {
-        "key_heads": "linear_num_key_heads",
-        "value_heads": "linear_num_value_heads",
-        "key_dim": "linear_key_head_dim",
-        "value_dim": "linear_value_head_dim",
-        "conv_width": "linear_conv_kernel_dim",
-    }
+        "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim", "conv_width": "linear_conv_kernel_dim",
+    }  # fmt: skip
     sizes = {name: _whole(config, key) for name, key in names.items()}
     limit = 2 if config.get("linear_allow_neg_eigval") else 1
     return State(rule=DELTA_RULE, **sizes, bytes_per_element=bytes_per_element, step_limit=limit)
@@ -464,12 +445,12 @@ def _state(config: Config) -> State:
 
 def _routed_layers(config: Config, layers: int) -> list[bool]:
     """Whether each layer has routed experts."""
-    if not _first(config, EXPERTS, 0):
+    if not _first(config, known.EXPERTS, 0):
         return [False] * layers
     named = _list(config, "mlp_layer_types", ("dense", "sparse"), layers)
     if named:
         return [kind != "dense" for kind in named]
-    leading, dense = _first(config, LEADING_DENSE, 0), _list(config, "mlp_only_layers", range(layers))
+    leading, dense = _first(config, known.LEADING_DENSE, 0), _list(config, "mlp_only_layers", range(layers))
     step, frequency = _whole(config, "decoder_sparse_step", 1), config.get("moe_layer_freq", 1)
     if isinstance(frequency, list) and frequency:
         return [bool(each) for each in _list(config, "moe_layer_freq", (0, 1), layers)]
@@ -479,25 +460,25 @@ def _routed_layers(config: Config, layers: int) -> list[bool]:
     return [layer >= leading and layer not in dense and not (layer + 1) % step for layer in range(layers)]
 
 
-def _dense_mlp(config: Config, family: Family, times: int) -> MLP | None:
+def _dense_mlp(config: Config, family: known.Family, times: int) -> MLP | None:
     """A dense MLP, `times` as wide as usual; None where no layer may have one."""
     width = _whole(config, "intermediate_size", 0)
-    if not width and _first(config, EXPERTS, 0):
+    if not width and _first(config, known.EXPERTS, 0):
         return None
     return MLP(intermediate=times * _whole(config, "intermediate_size"), gated=family.gated_mlp)
 
 
-def _routed_mlp(config: Config, family: Family) -> MLP:
+def _routed_mlp(config: Config, family: known.Family) -> MLP:
     usual = _whole(config, "intermediate_size", 0)
-    width = _first(config, EXPERT_WIDTH, usual or None)
-    shared = _first(config, SHARED_WIDTH, 0)
+    width = _first(config, known.EXPERT_WIDTH, usual or None)
+    shared = _first(config, known.SHARED_WIDTH, 0)
     if not shared:
-        shared = width * _first(config, SHARED_EXPERTS, 0)
+        shared = width * _first(config, known.SHARED_EXPERTS, 0)
     return MLP(
         intermediate=usual if config.get("enable_moe_block") else 0,
         gated=family.gated_mlp,
-        experts=_first(config, EXPERTS),
-        experts_per_token=_first(config, EXPERTS_PER_TOKEN),
+        experts=_first(config, known.EXPERTS),
+        experts_per_token=_first(config, known.EXPERTS_PER_TOKEN),
         expert_intermediate=width,
         shared_intermediate=shared,
         expert_hidden=_whole(config, "moe_latent_size", 0) or None,
@@ -507,22 +488,22 @@ def _routed_mlp(config: Config, family: Family) -> MLP:
 def routing_of(config: Config) -> Routing | None:
     """How the model's routers choose experts; None without experts. Raises ValueError naming a bad key."""
     keys, family = _family_keys(config)
-    if not _first(keys, EXPERTS, 0):
+    if not _first(keys, known.EXPERTS, 0):
         return None
     grouped = keys.get("topk_method") != "greedy"
-    experts, groups = _first(keys, EXPERTS), _whole(keys, "n_group", 1) if grouped else 1
+    experts, groups = _first(keys, known.EXPERTS), _whole(keys, "n_group", 1) if grouped else 1
     kept_groups = _whole(keys, "topk_group", groups) if grouped else 1
     if groups < 1 or experts % groups or experts < 2 * groups * (groups > 1):
         raise ValueError(f"n_group is {groups}; allowed: a divisor of the {experts} experts, of 2 or more each")
     if not 1 <= kept_groups <= groups:
         raise ValueError(f"topk_group is {kept_groups}; allowed: 1 to {groups}, n_group")
     fields = {
-        "per_token": _first(keys, EXPERTS_PER_TOKEN),
+        "per_token": _first(keys, known.EXPERTS_PER_TOKEN),
         "normalized": bool(_flag(keys, "norm_topk_prob", True)),
         "groups": groups,
         "kept_groups": kept_groups,
-        "scale": float(keys.get("routed_scaling_factor") or 1.0),
-        "min_sum": float(keys.get("moe_norm_min") or 0.0),
+        "scale": _number(keys, "routed_scaling_factor", 1),
+        "min_sum": _number(keys, "moe_norm_min", 0),
     }
     return Routing(**fields | dict(family.routing))
 
@@ -541,7 +522,7 @@ def _says_all(shape: ModelShape, layer: _Layer) -> bool:
     return layer.state is None and attentions == (layer.attention,) and mlps == (layer.mlp,)
 
 
-def _flat_fields(config: _Keys, family: Family, layers: Sequence[_Layer]) -> Fields:
+def _flat_fields(config: _Keys, family: known.Family, layers: Sequence[_Layer]) -> Fields:
     """The fields of a shape beside its groups: those of its widest-reaching attention and of its experts."""
     attentions = [layer.attention for layer in layers if layer.attention and not layer.attention.shares_cache]
     if not attentions:
@@ -566,7 +547,7 @@ def _flat_fields(config: _Keys, family: Family, layers: Sequence[_Layer]) -> Fie
         "wide_qk_norm": family.wide_qk_norm,
         "sandwich_norms": family.sandwich_norms,
         "traits": family.traits,
-        "mtp_layers": _first(config, MTP_LAYERS, 0),
+        "mtp_layers": _first(config, known.MTP_LAYERS, 0),
         "layer_embedding_width": _whole(config, "hidden_size_per_layer_input", 0),
         **_rope_fields(config),
     }
@@ -584,18 +565,14 @@ def _flat_fields(config: _Keys, family: Family, layers: Sequence[_Layer]) -> Fie
 
 def _rope_fields(config: Config) -> Fields:
     """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters must be an object, not {brief(rope)}")
+    rope = _object(config, "rope_parameters") or _object(config, "rope_scaling")
     context = _first(config, ("max_position_embeddings", "model_max_length"))
     rope = _object(rope, "full_attention") or rope  # layers with a sliding window may have another base
     theta = rope.get("rope_theta", config.get("rope_theta"))
     fields: Fields = {} if theta is None else {"rope_theta": theta}
     if rope.get("original_max_position_embeddings") is not None:
         original = _whole(rope, "original_max_position_embeddings")
-        factor = rope.get("factor") or 1
-        if not isinstance(factor, (int, float)) or not 1 <= factor <= 10**6:
-            raise ValueError(f"RoPE's factor must be a number from 1 to 1000000, not {brief(factor)}")
+        factor = _number(rope, "factor", 1, 1)
         fields["rope_original_context"] = original
         # Qwen's YaRN recipe leaves max_position_embeddings at the original context.
         context = max(context, int(original * factor))

@@ -15,6 +15,7 @@ from mutations import FUZZ, assert_one_line, binary_files, json_files, mutated, 
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.acceptance.rows import differences
+from ridgeplan.roofline.catalog.config_json import routing_of
 from ridgeplan.roofline.catalog.families import families
 from ridgeplan.roofline.catalog.hardware import BadHardwareFile, load_hardware
 from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape
@@ -189,6 +190,21 @@ def test_gguf_files(tmp_path: Path, gguf_file: bytes, data: st.DataObject) -> No
     path = tmp_path / "model.gguf"
     path.write_bytes(data.draw(binary_files(gguf_file, len(gguf_file) - 768)))
     check_model_file(path)
+
+
+@FUZZ
+@given(keys=mutated({"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}))
+def test_keys_of_routers(keys: dict[str, Any]) -> None:
+    """What only the runtime reads of a config.json."""
+    document = json.loads(
+        raw_tokens(json.dumps({**BASE, "model_type": "deepseek_v3", **keys})).replace("9" * 5000, "9")
+    )
+    try:
+        routing = routing_of(document)
+    except ValueError as error:
+        assert_one_line(error)
+        return
+    assert routing is not None and math.isfinite(routing.scale)
 
 
 def check_model_file(path: Path) -> None:

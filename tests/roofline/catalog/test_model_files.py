@@ -266,7 +266,7 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
         ({"num_attention_heads": 10**8}, "q_heads is 100000000; allowed: a whole number from 1 to 10000"),
         ({"num_hidden_layers": -3}, "num_hidden_layers must be"),
         ({"vocab_size": "many"}, "vocab_size must be"),
-        ({"rope_scaling": 7}, "rope_parameters must be an object"),
+        ({"rope_scaling": 7}, "rope_scaling must be an object"),
         ({"rope_scaling": {"factor": float("inf"), "original_max_position_embeddings": 9}}, "factor must be"),
         ({"rope_theta": "x"}, "rope_theta is 'x'; allowed: a number"),
         ({"rope_theta": 0}, "rope_theta is 0; allowed: a number from 0.001"),
