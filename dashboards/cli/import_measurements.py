@@ -32,8 +32,8 @@ def import_measurements(path: Path, profile: str | None, output: Path | None) ->
     """Fit kernel classes of a calibration again to the timings in a CSV file, such as a profiler's.
 
     A row is a call: class (as `ridgeplan calibrate` lists them), seconds, flops, read_bytes and write_bytes, optionally
-    rows, width and depth. Two rows or more of a class replace its rates; all others stay. Predictions for that machine
-    then rest on them.
+    rows, width and depth. Two rows or more of a class replace its rates, and five or more its spread; all others stay.
+    Predictions for that machine then rest on them.
 
     Examples:
       ridgeplan import-measurements kernels.csv
@@ -47,19 +47,22 @@ def import_measurements(path: Path, profile: str | None, output: Path | None) ->
         raise click.UsageError("this machine is not calibrated; run `ridgeplan calibrate` first, or give --profile")
     base = load_profile(profile or saved)
     from ridgeplan.validate.calibration.fit import KernelSample, Samples
-    from ridgeplan.validate.calibration.imported import corrected
+    from ridgeplan.validate.calibration.imported import TELLING_SAMPLES, corrected
 
     rows = tuple(build(KernelSample, row, where) for where, row in _rows(path))
-    corrected_profile = corrected(base, Samples(base.device, base.date, 1.0, 1.0, rows))
+    samples = Samples(base.device, base.date, 1.0, 1.0, rows)
+    corrected_profile = corrected(base, samples)
     with locked(target):
         save_profile(corrected_profile, target)
     changed = [item for item in corrected_profile.classes.items() if item not in base.classes.items()]
     print_table(
         f"Corrected classes of {base.device}",
-        ("class", "bandwidth", "compute", "launch us", "spread of the fit", ""),
+        ("class", "bandwidth", "compute", "launch us", "spread", "timings"),
         ((kind, f"{rates.bandwidth_utilization:.0%}", f"{rates.compute_utilization:.0%}", f"{1e6 * rates.launch_s:.3g}",
-          f"{rates.spread:.0%}", "") for kind, rates in changed),
+          f"{rates.spread:.0%}", str(len(samples.by_kind()[kind]))) for kind, rates in changed),
     )  # fmt: skip
+    if any(len(timings) < TELLING_SAMPLES for timings in samples.by_kind().values()):
+        echo(f"fewer than {TELLING_SAMPLES} timings fit nearly exactly, so that such a class keeps its spread at least")
     echo(f"saved to {target}")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.render.trace import chrome_trace
-from ridgeplan.roofline.catalog.profile import Profile, load_profile, save_profile
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, save_profile, transferred_spread
 from ridgeplan.roofline.plan.presets import short_name
 
 LLAMA, HEAD = "Llama-3.1-8B", "class,seconds,flops,read_bytes,write_bytes\n"
@@ -128,7 +128,7 @@ def test_a_brief_as_png_is_a_picture_or_names_what_is_allowed(
     monkeypatch.setitem(sys.modules, "kaleido", None)  # not installed
     monkeypatch.setattr("ridgeplan.planner.recommend", lambda *args, **options: pytest.fail("planned first"))
     refusal = refuses(*command, path)
-    assert "needs kaleido, which is not installed; allowed: after pip install 'ridgeplan[png]" in refusal
+    assert "needs kaleido, which is not installed; install it with pip install 'ridgeplan[png]" in refusal
 
 
 def test_a_plan_for_several_gpus_shows_its_degrees_and_is_explained(invoke: Any, tmp_path: Path) -> None:
@@ -198,6 +198,10 @@ def test_two_timings_are_explained_by_the_likelier_limit(invoke: Any, profile: P
     rows.write_text(HEAD + "\n".join(lines))
     assert invoke("import-measurements", rows, "--profile", profile_path, "--output", output).exit_code == 0
     classes = load_profile(output).classes
+    # Two timings of each fit exactly and say nothing of noise.
+    for kind in ("attention", "prefill_linear"):
+        former = profile.classes[kind].spread if kind in profile.classes else transferred_spread(0.0)
+        assert classes[kind].spread >= former > 0
     assert classes["attention"].bandwidth_utilization > 0.9
     assert classes["attention"].compute_utilization > 0.5  # a large matmul's
     assert classes["prefill_linear"].compute_utilization == pytest.approx(
