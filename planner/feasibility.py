@@ -165,18 +165,21 @@ def infeasible(question: Question, whole_model: Question | None = None) -> Nothi
         f"at least {size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on "
         f"{workload.hardware}"
     )
-    fixes = [*on_device(question, whole_model), *_more_host_memory(question)]
-    texts = [*_stored_file(question), *(fix.text for fix in fixes)]
+    fixes = [*_stored_file(question), *on_device(question, whole_model), *_more_host_memory(question)]
+    texts = [fix.text for fix in fixes]
     if not any({"gpu", "gpus"} & fix.changes.keys() for fix in fixes):
         texts.append("a GPU with more memory than any in the catalog")
     return NothingFits(f"{needs}; allowed: {', or '.join(texts)}", fixes)
 
 
-def _stored_file(question: Question) -> Iterator[str]:
-    """A GGUF file of the model in 4 bits, where a plan that keeps its weights as they are fits the device alone."""
+def _stored_file(question: Question) -> Iterator[Fix]:
+    """A GGUF file of the model in 4 bits, where a plan that keeps its weights as they are fits the device alone.
+
+    The user must name that file, so that nothing is changed.
+    """
     stored = as_q4_k_m(question.shape)
     if stored and question.engine is None and _any_fits(replace(question, shape=stored).with_options(offload=False)):
-        yield "a GGUF file of the model, such as Q4_K_M, whose 4-bit weights stay as they are stored"
+        yield Fix({}, "a GGUF file of the model, such as Q4_K_M, whose 4-bit weights stay as they are stored")
 
 
 def on_device(question: Question, whole_model: Question | None = None) -> tuple[Fix, ...]:

@@ -51,14 +51,16 @@ def _show_problem(error: ValueError, page: PageQuestion | None, show: Callable[[
 
 
 def show_fixes(fixes: Sequence[Fix], title: str = "What would work") -> None:
-    """A card for each fix in words, the first of them emphasized."""
+    """A card for each fix in words; the first that the page can apply is emphasized."""
+    first = next((fix for fix in fixes if fix.changes), None)
     st.markdown(f"#### {title}")
     with st.container(horizontal=True, key="fixes"):
         for place, fix in enumerate(fixes):
             with st.container(border=True, width=250, height="stretch"):
                 st.markdown(escaped(sentence(fix.text)))
-                st.button("Apply", key=f"fix_{place}", type="primary" if place == 0 else "secondary",
-                          on_click=change, args=(dict(fix.changes),), width="stretch")  # fmt: skip
+                if fix.changes:
+                    st.button("Apply", key=f"fix_{place}", type="primary" if fix is first else "secondary",
+                              on_click=change, args=(dict(fix.changes),), width="stretch")  # fmt: skip
 
 
 def length_fixes(page: PageQuestion | None) -> list[Fix]:

@@ -119,8 +119,8 @@ def load_hardware(reference: str) -> Hardware:
         names = ", ".join(item.name for item in list_hardware())
         hint = _catalog().suggestion(reference)
         raise UnknownHardware(
-            f"unknown GPU {brief(reference)}.{hint} Known: {names}, or a TOML file (`ridgeplan list gpus --template` "
-            "prints one to fill in)"
+            f"unknown GPU {brief(reference)}.{hint} Known: {names}, `auto` for this machine, or a TOML file "
+            "(`ridgeplan list gpus --template` prints one to fill in)"
         )
     return hardware
 

@@ -273,6 +273,14 @@ def test_the_price_of_tokens_follows_the_price_of_an_hour(page: AppTest) -> None
     assert page.metric[5].value == "unpriced"
 
 
+def test_a_gguf_file_is_suggested_first_and_is_the_user_s_to_name(page: AppTest) -> None:
+    page.query_params.update({"gpu": "rtx4060-laptop", "context": "8k"})
+    page.run()
+    first, *_ = shown(page).partition("What would work")[2].split(" Quality 4-bit")
+    assert "A GGUF file of the model, such as Q4_K_M" in first
+    assert "fix_0" not in {button.key for button in page.button} and page.button(key="fix_1").label == "Apply"
+
+
 def test_notes_name_the_page_s_fields_and_no_options() -> None:
     assert escaped("where engines stop; --yarn stretches it") == "where engines stop; YaRN stretches it"
     assert escaped("up to 4k, or more with --yarn of `ridgeplan plan`, which") == "up to 4k, or more with YaRN, which"
