@@ -16,11 +16,9 @@ from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, ask_question
 
 # Tabs that show an answer, a question that may have none, or neither.
 ANSWERED: dict[str, Callable[[Answer], None]] = {
-    "Compare": plans.show_compare,
-    "Trade-offs": plans.show_trade_offs,
-    "Breakdown": rounds.show_breakdown,
+    "Compare": plans.show_compare, "Trade-offs": plans.show_trade_offs, "Breakdown": rounds.show_breakdown,
     "Speculation": rounds.show_speculation,
-}
+}  # fmt: skip
 # Less space above the page, figures that fit tiles of which a phone shows two side by side, and cells of tables as wide
 # as the page. Phones get words on what is beyond the edge of a table, and behind the arrow above the page. Where
 # nothing hovers, plotly's buttons would cover a figure for good.

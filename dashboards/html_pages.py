@@ -30,7 +30,9 @@ POLICY = (
 )
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
+    "h1,p,li{overflow-wrap:anywhere}.js-plotly-plot{max-width:100%;overflow-x:auto}"
+    "table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}"
+    "td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
     "td.figure{text-align:right;font-variant-numeric:tabular-nums}.missed{color:#d1495b}.met{color:#2f9e6e}"
 )
 
@@ -41,7 +43,7 @@ def html_page(title: str, parts: Iterable[str]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+        f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
         f"<script>{get_plotlyjs()}</script></head><body>\n{body}\n</body></html>\n"
     )
 

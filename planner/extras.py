@@ -26,7 +26,7 @@ def _origin() -> str:
 def missing_package(error: ModuleNotFoundError) -> str | None:
     """The line for a command that lacks a package of an extra; None for any other missing module."""
     command = pip_command(error.name or "")
-    return command and f"this needs {error.name}, which is not installed; allowed: after {command}"
+    return command and f"this needs {error.name}, which is not installed; install it with {command}"
 
 
 def require_package(package: str) -> None:

@@ -107,7 +107,7 @@ def test_planning_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> None
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     for package, extra in (("torch", "run"), ("plotly", "page"), ("streamlit", "page")):
-        hint = f"error: this needs {package}, which is not installed; allowed: after pip install 'ridgeplan[{extra}]'"
+        hint = f"error: this needs {package}, which is not installed; install it with pip install 'ridgeplan[{extra}]'"
         assert hint in done.stderr.splitlines()
 
 

@@ -15,12 +15,9 @@ MAX_PRICES = 4  # contours of cost
 
 
 def capacity_map(
-    plan_map: PlanMap,
-    workload: tuple[int, int] = (0, 0),
-    dollars_per_hour: float | None = None,
-    tpot_limit_ms: float | None = None,
-    ttft_limit_ms: float | None = None,
-) -> go.Figure:
+    plan_map: PlanMap, workload: tuple[int, int] = (0, 0), dollars_per_hour: float | None = None,
+    tpot_limit_ms: float | None = None, ttft_limit_ms: float | None = None,
+) -> go.Figure:  # fmt: skip
     """The recommended plan's milliseconds per token at each context and batch, which are evenly spaced in their logs.
 
     Contours: where a limit on time is met, and what a million tokens cost at a price. workload: the context and batch

@@ -51,8 +51,8 @@ def brief(
 ) -> None:  # fmt: skip
     """Write the answer of `ridgeplan plan` as one file for a slide: verdict, reasons, chart and table.
 
-    The HTML file loads nothing. That of a PLAN is about this plan, beside the recommended one. A PLAN brings its model,
-    GPU, workload, backend and quality; options replace them.
+    The HTML file loads nothing. It needs the extra [page], a PNG [png], too. That of a PLAN is about this plan, beside
+    the recommended one. A PLAN brings its model, GPU, workload, backend and quality; options replace them.
 
     Examples:
       ridgeplan brief Llama-3.1-8B --gpu h200 --ctx 128k

@@ -18,7 +18,7 @@ from ridgeplan.planner.quantities import time_text
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, SamplingParams
 
-RESET, HELP = "/reset", "/reset starts a new chat, Ctrl-C stops an answer, Ctrl-D ends the chat."
+RESET, HELP = "/reset", "/reset starts a new chat, /help says this, Ctrl-C stops an answer, Ctrl-D ends the chat."
 
 
 @command()
@@ -63,6 +63,8 @@ class Conversation:
         while (message := self._read()) is not None:
             if message == RESET:
                 self._messages = list(self._opening)
+            elif message == "/help":
+                echo(HELP, err=True)
             elif message:
                 self._answer(message)
 

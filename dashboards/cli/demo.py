@@ -87,10 +87,9 @@ def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:
     """Plain decoding, the recommended plan and QuantSpec's, each once, with their titles."""
     workload = recommendation.plan.workload
     titled = (
-        ("plain decoding", planner.preset("autoregressive", workload)),
-        ("recommended", recommendation.plan),
+        ("plain decoding", planner.preset("autoregressive", workload)), ("recommended", recommendation.plan),
         ("preset quantspec", planner.preset("quantspec", workload)),
-    )
+    )  # fmt: skip
     titles: dict[Plan, str] = {}
     for title, plan in titled:
         titles[plan] = f"{titles[plan]}, {title}" if plan in titles else title

@@ -159,11 +159,9 @@ def _runs(shape: ModelShape) -> str:
 
 def _model_row(shape: ModelShape) -> tuple[str, ...]:
     notes = {
-        "MLA": shape.is_mla,
-        f"{shape.window_layers} layers read {shape.window_tokens}": shape.window_tokens,
-        f"{shape.state_layers} layers keep a state": shape.state_layers,
-        f"{shape.experts} experts": shape.is_moe,
-    }
+        "MLA": shape.is_mla, f"{shape.window_layers} layers read {shape.window_tokens}": shape.window_tokens,
+        f"{shape.state_layers} layers keep a state": shape.state_layers, f"{shape.experts} experts": shape.is_moe,
+    }  # fmt: skip
     return (
         shape.name.rpartition("/")[2], parameters_text(shape.parameters), f"{shape.layers}",
         f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),

@@ -352,11 +352,9 @@ retrieval_head = click.option(
     help="Head from `ridgeplan distill`, for plans that select with one.  [default: the one that ships for the model]",
 )  # fmt: skip
 calibration_file = click.option(
-    "--calibration",
-    type=PlainText(),
-    metavar="FILE",
+    "--calibration", type=PlainText(), metavar="FILE",
     help="UTF-8 text similar to the workload, to fit 4-bit weights to.",
-)
+)  # fmt: skip
 text_file = click.option(
     "--text", type=PlainText(), metavar="FILE", required=True, help="UTF-8 text similar to the workload."
 )

@@ -131,6 +131,7 @@ def figures(
     """Draw figures of QuantSpec, SpeContext, SpecAttn and DapQ from the model.
 
     NAMES are figures or papers, by default all. Without --output the figures and their settings are listed.
+    Drawing needs the extra [page].
 
     Examples:
       ridgeplan figures

@@ -58,10 +58,9 @@ def write_table(path: Path | None, result: Table, document: Any) -> None:
         write_pngs({path: figure.update_layout(height=max(figure.layout.height or 0, PNG_HEIGHT))})
         return
     texts = {
-        ".json": lambda: json_text(document),
-        ".csv": lambda: csv_text(result.table()),
+        ".json": lambda: json_text(document), ".csv": lambda: csv_text(result.table()),
         ".md": lambda: _markdown(result.table()),
-    }
+    }  # fmt: skip
     write_atomically(path, texts[path.suffix]())
 
 

@@ -48,8 +48,12 @@ def test_turns_follow_each_other_and_keep_the_cache(talk: Talk, chat_engine: Any
 
 
 def test_reset_starts_anew_and_too_long_a_chat_says_so(talk: Talk, capsys: Any) -> None:
-    assert [message["content"] for message in talk("Why?", "/reset", "a" * 300, system="Be brief.")] == ["Be brief."]
-    assert "allowed by the plan: up to 256; /reset starts a new chat" in capsys.readouterr().err
+    assert [message["content"] for message in talk("Why?", "/reset", "/help", "a" * 300, system="Be brief.")] == [
+        "Be brief."
+    ]
+    err = capsys.readouterr().err
+    assert "allowed by the plan: up to 256; /reset starts a new chat" in err
+    assert "/reset starts a new chat, /help says this, Ctrl-C stops an answer" in err
 
 
 def test_ctrl_c_stops_an_answer_but_not_the_chat(talk: Talk, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
