@@ -73,16 +73,16 @@ def _gpus(answer: Answer) -> Mapping[str, Curve]:
 
 def _models(answer: Answer) -> Mapping[str, Curve]:
     """Each chosen model with its own best plan."""
-    own, final = answer.question.shape, answer.question.workload.final_context
-    others = [shape for shape in list_models() if shape.name != own.name]
-    fitting = [shape for shape in others if shape.max_context >= final and sizes_of(shape) != sizes_of(own)]
+    current, final = answer.question.shape, answer.question.workload.final_context
+    others = [shape for shape in list_models() if shape.name != current.name]
+    fitting = [shape for shape in others if shape.max_context >= final and sizes_of(shape) != sizes_of(current)]
     nearest = sorted(
-        fitting, key=lambda shape: max(shape.parameters / own.parameters, own.parameters / shape.parameters)
+        fitting, key=lambda shape: max(shape.parameters / current.parameters, current.parameters / shape.parameters)
     )
     chosen = st.multiselect("Other models", [shape.name for shape in others],
                             [shape.name for shape in nearest[:2]], key="models", bind=IN_URL,
                             max_selections=MAX_CURVES - 1)  # fmt: skip
-    return _own_plans(answer, "model", own.name, {name: replace(answer.page, model=name) for name in chosen})
+    return _own_plans(answer, "model", current.name, {name: replace(answer.page, model=name) for name in chosen})
 
 
 def _own_plans(answer: Answer, what: str, name: str, pages: Mapping[str, PageQuestion]) -> Mapping[str, Curve]:
