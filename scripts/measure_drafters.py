@@ -226,7 +226,7 @@ def predict_again(path: Path, profile: Profile, function: ModelShape, head: str)
     rows = [row for section in results.values() if isinstance(section, list) for row in section if "error" not in row]
     for row in rows:
         plan, figures = Plan.from_dict(row["given"]), row["measured"]
-        workload = replace(plan.workload, drafter_head=head and plan.workload.drafter_head and head)
+        workload = replace(plan.workload, drafter_head=head if plan.workload.drafter_head else "")
         kept = {each.name: figures[each.name] for each in fields(Statistics) if each.name in figures}
         statistics = Statistics(**kept, prompt_tokens=(workload.context,) * workload.batch)
         measured = Measured(workload.context, workload.new_tokens, workload.batch, statistics)
