@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from ridgeplan.validate.kernel_calls import (
     sparse,
     state,
 )
-from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, usable
+from ridgeplan.validate.kernel_calls.case import BenchCase, Peers
 from ridgeplan.validate.kernel_calls.sizes import KERNELS, bench_sizes
-from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
+from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, KernelCall
 
 POOL_BYTES = 2 << 30  # memory for measuring the bandwidth
 TRIAL_S = 0.04
@@ -68,7 +68,7 @@ class MachinePeaks:
 class KernelRow:
     """One measured case. Times are medians; roof_s is the roofline time, target_s the longest that meets the target.
 
-    peer: the one that the target refers to, else the fastest, else None.
+    peer: the one that the target refers to, else the fastest, else None. notes: why other peers were not timed.
     """
 
     kernel: str
@@ -79,6 +79,7 @@ class KernelRow:
     roof_s: float
     error: float
     target_s: float
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
@@ -109,6 +110,7 @@ class KernelRow:
             "error": float(f"{self.error:.3g}") if math.isfinite(self.error) else None,
             "target_us": _us(self.target_s) if math.isfinite(self.target_s) else None,
             "met": self.met,
+            **({"notes": dict(self.notes)} if self.notes else {}),
         }
 
 
@@ -178,21 +180,34 @@ def cases_of(
 
 
 def measured(bench: Bench, peaks: MachinePeaks, cases: Iterable[BenchCase]) -> Iterator[KernelRow]:
-    """A row per case. Peers shared by consecutive cases are timed once; those that do not run are left out."""
+    """A row per case. Peers shared by consecutive cases are timed once."""
     shared: Peers | None = None
     peers_s: dict[str, float] = {}
+    notes: dict[str, str] = {}
     for case in cases:
         call = case.call
+        ours_s = bench.median_s(call)  # first, as a peer may leave the device in error
         if call.peers is not shared:
             shared = call.peers
-            peers_s = {name: bench.median_s(replace(call, run=peer)) for name, peer in usable(shared).items()}
-        yield row_of(case, bench.median_s(call), peers_s, peaks)
+            peers_s, notes = timed_peers(bench, call)
+        yield replace(row_of(case, ours_s, peers_s, peaks), notes=notes)
+
+
+def timed_peers(bench: Bench, call: KernelCall) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of each peer that runs here, and a line on why each other one does not."""
+    peers_s, notes = {}, {}
+    for name, peer in call.peers.items():
+        try:
+            peers_s[name] = bench.median_s(replace(call, run=peer))
+        except Exception as error:  # noqa: BLE001 - another project's kernels raise what they like
+            notes[name] = f"{type(error).__name__}: {error}".partition("\n")[0].strip()
+    return peers_s, notes
 
 
 def row_of(case: BenchCase, ours_s: float, peers_s: Mapping[str, float], peaks: MachinePeaks) -> KernelRow:
     """The row of a case that took `ours_s`, and its peers `peers_s`."""
     roof_s = peaks.seconds(case.call.cost)
-    peer = case.over or (min(peers_s, key=peers_s.__getitem__) if peers_s else None)
+    peer = case.over if case.over in peers_s else min(peers_s, key=peers_s.__getitem__, default=None)
     return KernelRow(
         kernel=case.kernel,
         shape=case.call.name,

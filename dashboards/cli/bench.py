@@ -26,7 +26,7 @@ from ridgeplan.validate.kernel_calls.sizes import KERNELS
 def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: bool) -> None:
     """Time the package's kernels beside their peers on this machine's GPU.
 
-    Targets are for an H200. FlashInfer and vLLM's Marlin and Machete are peers if installed.
+    Targets are for an H200. Kernels of FlashInfer and vLLM are peers if installed; a note names those that do not run.
 
     Examples:
       ridgeplan bench kernels
@@ -104,6 +104,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     roof = f"{report['copy_bytes_per_s'] / 1e12:.3g} TB/s, {report['matmul_flops'] / 1e12:.3g} TFLOP/s"
     rows = report["rows"]
     print_table(f"{report['device']}, {roof}, {report['date']}", columns, map(row_texts, rows))
+    for name, reason in {note: None for row in rows for note in row.get("notes", {}).items()}:
+        echo(f"{name} was not timed: {reason}")
     echo(f"{sum(row['met'] for row in rows)} of {len(rows)} meet the targets for an H200")
 
 
@@ -118,5 +120,5 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['kernel']} {row['shape']}", number(row["ours_us"]), "" if peer_us is None else number(peer_us),
         "" if ratio is None else f"{ratio:.2f}x", f"{row['roof']:.0%}", error_text(error),
-        "" if target_us is None else number(target_us), "met" if row["met"] else "missed", row["peer"] or "",
+        "" if target_us is None else number(target_us), "met" if row["met"] else "missed", row["peer"] or "none",
     )  # fmt: skip

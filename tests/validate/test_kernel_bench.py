@@ -25,6 +25,7 @@ from ridgeplan.validate.kernel_bench import (
     cases_of,
     measured,
     row_of,
+    timed_peers,
 )
 from ridgeplan.validate.kernel_calls import attention as kernel_attention
 from ridgeplan.validate.kernel_calls import case as kernel_peers
@@ -36,7 +37,8 @@ from ridgeplan.validate.kernel_calls import linear as kernel_linear
 from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
 from ridgeplan.validate.kernel_calls import sparse as kernel_sparse
 from ridgeplan.validate.kernel_calls import state as kernel_state
-from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
+from ridgeplan.validate.kernel_calls import vllm_peers
+from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, SpeedUp, Target, Within, relative_error
 from ridgeplan.validate.kernel_calls.sizes import KERNELS, LayerSize, LinearSize, SparseSize, bench_sizes
 from ridgeplan.validate.kernel_calls.sparse import SparseDraft
 from ridgeplan.validate.machine import software
@@ -48,8 +50,7 @@ TINY = {
     for name, sizes in bench_sizes("tiny").items()
 }
 PEAKS = MachinePeaks(bytes_per_s=1e12, flops=1e15)
-UNCHECKED = ("SDPA cuDNN", kernel_experts.TRITON)  # which does not run here; which is the same call
-pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
+UNCHECKED = ("SDPA cuDNN", kernel_experts.TRITON, "vLLM")  # the second is the same call, the others do not run here
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +86,13 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
         assert call.cost.bytes > 0 or call.name.endswith("not taken")
         assert call.error() < 1e-5, call.name
         call.run(call.variants - 1)
-        peers = {name: peer for name, peer in call.peers.items() if name not in UNCHECKED}
-        assert list(usable(peers)) == list(peers)
+        for peer in checked_peers(call):
+            peer(0)
+
+
+def checked_peers(call: KernelCall) -> list[Callable[[int], object]]:
+    """The peers that run on a CPU."""
+    return [peer for name, peer in call.peers.items() if not name.startswith(UNCHECKED)]
 
 
 LINEAR = {f"{kind}_{weights}" for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")}
@@ -117,7 +123,7 @@ def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(c
     for call in (each.call for each in cases_of(cold, TINY, [name])):
         fills_caches = name in LINEAR and call.cost.read_bytes > cold.rotate_bytes
         assert (call.variants > 1) == (name in ROTATED and not fills_caches), call.name
-        for run in (call.run, *(peer for name, peer in call.peers.items() if name not in UNCHECKED)):
+        for run in (call.run, *checked_peers(call)):
             run(call.variants - 1)
 
 
@@ -332,23 +338,34 @@ def test_progress_names_the_chosen_kernels(bench: Bench) -> None:
     assert messages == [("norm", 0, 2), ("swiglu", 1, 2)]
 
 
-def test_a_peer_that_does_not_run_is_left_out() -> None:
+def test_a_peer_that_does_not_run_gives_a_note_beside_our_time(bench: Bench) -> None:
     def broken(variant: int) -> None:
-        raise RuntimeError("no such device\nand more")
+        raise AssertionError("no such device\nand more")
 
-    with pytest.warns(UserWarning, match=r"^broken does not run here and is left out: no such device$"):
-        assert list(usable({"broken": broken, "fine": range})) == ["fine"]
+    call = KernelCall("k", "s", Cost(1e6), lambda i: None, error=lambda: 0.0, peers={"broken": broken, "fine": range})
+    (row,) = measured(bench, PEAKS, [BenchCase("k", call, Within(1.0), over="broken")])
+    assert (list(row.peers_s), row.peer, row.met) == (["fine"], "fine", True)
+    assert row.to_dict()["notes"] == {"broken": "AssertionError: no such device"}
 
 
-def test_torchs_own_int4_product_is_left_out_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_its_kernels_give_notes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    chosen = "delta_step", "gated_norm", "latent_attention", "experts_dense", "experts_int4", "experts_mxfp4"
+    for case in cases_of(bench, TINY, chosen):
+        _, notes = timed_peers(bench, case.call)
+        (reason,) = (note for name, note in notes.items() if name.startswith("vLLM"))
+        assert "vllm" in reason
+
+
+def test_torchs_own_int4_product_packs_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any) -> None:
         raise RuntimeError("_convert_weight_to_int4pack is only for newer devices")
 
     monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", missing)
     pairs = torch.zeros(16, 1)
     product = kernel_peers.tinygemm(torch.zeros(16, 32, dtype=torch.int32), pairs, pairs)
-    with pytest.warns(UserWarning, match="^torch tinygemm does not run here"):
-        assert usable({"torch tinygemm": lambda i: product(torch.zeros(1, 32), i)}) == {}
+    with pytest.raises(RuntimeError, match="only for newer devices"):
+        product(torch.zeros(1, 32), 0)
 
 
 def test_vllms_products_get_codes_in_gptqs_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,11 +389,10 @@ def test_vllms_products_get_codes_in_gptqs_order(monkeypatch: pytest.MonkeyPatch
     parts["model_executor.layers.quantization.utils.marlin_utils"] = utils
     for name, part in parts.items():
         monkeypatch.setitem(sys.modules, f"vllm.{name}", part)
-    monkeypatch.setattr(kernel_peers, "find_spec", lambda name: name)
-    monkeypatch.setattr(kernel_peers, "import_module", lambda name: sys.modules[name])
+    monkeypatch.setattr(vllm_peers, "import_module", lambda name: sys.modules[name])
     codes, scale, x = torch.arange(16 * 64).view(16, 64) * 7 % 16, torch.rand(16, 2).bfloat16(), torch.randn(3, 64)
     expected = x @ ((codes - 8) * scale.float().repeat_interleave(32, 1)).t()
-    products = kernel_peers.vllm_products(codes, scale, 2)
+    products = vllm_peers.vllm_products(codes, scale, 2)
     assert list(products) == ["vLLM Marlin", "vLLM Machete"]
     assert all(torch.allclose(run(x, 1), expected, atol=1e-4) for run in products.values())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -83,20 +82,6 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
     return float((result.float() - reference).norm() / reference.norm())
 
 
-def usable(peers: Peers) -> dict[str, Call]:
-    """The peers that run here; a warning names each of the others."""
-    usable_peers = {}
-    for name, call in peers.items():
-        try:
-            call(0)
-        except (RuntimeError, OSError, ImportError, AttributeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            warnings.warn(f"{name} does not run here and is left out: {reason}", stacklevel=2)
-        else:
-            usable_peers[name] = call
-    return usable_peers
-
-
 PAGE_TOKENS = 64
 WORKSPACE_BYTES = 128 << 20
 Product = Callable[[Tensor, int], Tensor]  # (x, variant of the weight) -> product
@@ -172,54 +157,3 @@ def tinygemm(codes: Tensor, scale: Tensor, zero: Tensor, variants: int = 1) -> P
         return ops._weight_int4pack_mm(x.bfloat16(), weight, group, pairs)
 
     return product
-
-
-def vllm_products(codes: Tensor, scale: Tensor, variants: int) -> dict[str, Product]:
-    """vLLM's W4A16 products by (codes - 8) * scale, arguments as of `tinygemm`; none where vLLM is not installed.
-
-    GPTQ's order of codes, 8 along the inputs in a word, is what both repack at the first call. Its symmetric weights
-    lack the zero of ours, 1/33 of the bytes.
-    """
-    if not find_spec("vllm"):
-        return {}
-    (outputs, inputs), groups = codes.shape, scale.shape[1]
-    group, device = inputs // groups, codes.device
-    helpers = "vllm.model_executor.layers.quantization.utils.marlin_utils"
-
-    @cache
-    def vllm() -> Any:
-        return import_module("vllm._custom_ops"), import_module("vllm.scalar_type").scalar_types.uint4b8
-
-    @cache
-    def words_and_scales() -> tuple[Tensor, Tensor]:
-        shifts = torch.arange(0, 32, 4, device=device, dtype=torch.int32).view(1, 8, 1)
-        words = (codes.int().t().reshape(-1, 8, outputs) << shifts).sum(1, dtype=torch.int32)
-        return words, scale.t().bfloat16().contiguous()
-
-    @cache
-    def marlin() -> tuple[Any, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-        ops, _ = vllm()
-        utils = import_module(helpers)
-        (words, scales), empty = words_and_scales(), torch.empty(0, dtype=torch.int32, device=device)
-        weight = ops.gptq_marlin_repack(words, empty, inputs, outputs, 4)
-        scales = utils.marlin_permute_scales(scales, inputs, outputs, group)
-        copies = [(weight.clone(), scales.clone()) for _ in range(variants)]
-        return utils.apply_gptq_marlin_linear, empty, utils.marlin_make_workspace_new(device), copies
-
-    def marlin_product(x: Tensor, variant: int) -> Tensor:
-        apply, empty, workspace, copies = marlin()
-        weight, scales = copies[variant]
-        return apply(x, weight, scales, empty, empty, empty, workspace, vllm()[1], outputs, inputs, True)
-
-    @cache
-    def machete() -> list[tuple[Tensor, Tensor]]:
-        (ops, kind), (words, scales) = vllm(), words_and_scales()
-        by_input = words.t().contiguous().t()
-        weight = ops.machete_prepack_B(by_input, a_type=torch.bfloat16, b_type=kind, group_scales_type=torch.bfloat16)
-        return [(weight.clone(), scales.clone()) for _ in range(variants)]
-
-    def machete_product(x: Tensor, variant: int) -> Tensor:
-        (ops, kind), (weight, scales) = vllm(), machete()[variant]
-        return ops.machete_mm(a=x, b_q=weight, b_type=kind, b_group_scales=scales, b_group_size=group)
-
-    return {"vLLM Marlin": marlin_product, "vLLM Machete": machete_product}

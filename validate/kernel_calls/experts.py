@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.experts import ExpertWeight, expert_of, route, routed_mlp, routed_mlp_cost, routed_mlp_reference
+from ridgeplan.kernels.experts import ExpertWeight, route, routed_mlp, routed_mlp_cost, routed_mlp_reference
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear.weights import MXFP4_GROUP, Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.roofline.execution import fitting_group
 from ridgeplan.roofline.ops import read_experts
-from ridgeplan.validate.kernel_calls.case import BenchCase, SpeedUp, fresh, relative_error
+from ridgeplan.validate.kernel_calls.case import BenchCase, Call, SpeedUp, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, ExpertSize
+from ridgeplan.validate.kernel_calls.vllm_peers import marlin_experts, prepared, triton_experts
 from ridgeplan.validate.timing import Bench, KernelCall
 
-GROUPED, LOOP, TRITON = "torch grouped_mm", "loop over experts", "Triton"
+GROUPED, TRITON = "torch grouped_mm", "ours in Triton"
+MARLIN_TYPES = {Int4Weight: "uint4b8", Int8Weight: "uint8b128", Mxfp4Weight: "float4_e2m1f"}
 ROUTINGS = 16  # different choices of experts that calls rotate over
 STEP = 0.01  # size of a code's step, so that weights are about as large as a model's
 
@@ -53,17 +55,23 @@ class RoutedExperts:
         return cls(size, gate_up, down, fresh(bench, rows, size.hidden), *pairs)
 
     def call(self) -> KernelCall:
-        """The experts' products. Peers are a loop over experts, and of 16 bits grouped products, of codes Triton's."""
+        """The experts' products. Peers are torch's grouped products of 16 bits, of codes ours in Triton, and vLLM's."""
         size, rows = self.size, len(self.x)
         params = 3 * size.hidden * size.intermediate
         cost = routed_mlp_cost(self.x, size.per_token, size.experts, params, self.weight_bytes / size.experts / params)
         outputs = float(read_experts(size.experts, size.per_token, rows)) * params / size.hidden  # as in a pass's costs
         name = f"{rows} x {size.hidden}, {size.per_token} of {size.experts} x {size.intermediate}"
-        dense, triton = isinstance(self.gate_up, Tensor), replace(self, backend="triton")
-        peers = {LOOP: self.loop, **({GROUPED: self.grouped} if dense else {TRITON: triton.run})}
         return KernelCall(
-            "grouped_linear", name, cost, self.run, ROUTINGS, rows, outputs, size.hidden, self.error, peers
+            "grouped_linear", name, cost, self.run, ROUTINGS, rows, outputs, size.hidden, self.error, self._peers()
         )
+
+    def _peers(self) -> dict[str, Call]:
+        routed = self.weights, self.chosen
+        if isinstance(self.gate_up, Tensor):
+            fused = prepared(triton_experts, self.x, self.gate_up, self.down, *routed)
+            return {GROUPED: self.grouped, "vLLM Triton": fused}
+        marlin = prepared(marlin_experts, self.x, self.size, MARLIN_TYPES[type(self.gate_up)], *routed)
+        return {TRITON: replace(self, backend="triton").run, "vLLM Marlin": marlin}
 
     @property
     def weight_bytes(self) -> int:
@@ -79,25 +87,6 @@ class RoutedExperts:
         """Against the reference in float32."""
         routed = self.x.float(), self.chosen[0], self.weights[0], self.gate_up, self.down, self.size.experts
         return relative_error(self.run(0), routed_mlp_reference(*routed))
-
-    @cache  # noqa: B019 - the object lives as long as its call
-    def _hit(self, i: int) -> list[int]:
-        return self.chosen[i].unique().tolist()
-
-    def loop(self, i: int) -> Tensor:
-        """A library's products, expert by expert; which are hit is known to the host, and codes are decoded."""
-        out = torch.zeros_like(self.x)
-        for expert in self._hit(i):
-            match = self.chosen[i] == expert
-            weight = (match * self.weights[i]).sum(1, keepdim=True).to(out.dtype)
-            gate_up, down = (self._dense(each, expert) for each in (self.gate_up, self.down))
-            out += weight * functional.linear(swiglu(functional.linear(self.x, gate_up)), down)
-        return out
-
-    def _dense(self, weight: ExpertWeight, expert: int) -> Tensor:
-        if isinstance(weight, Tensor):
-            return weight[expert]
-        return expert_of(weight, expert, self.size.experts).dequantize(self.x.dtype)
 
     def grouped(self, i: int) -> Tensor:
         """torch's grouped products of rows in the order of their experts."""
@@ -145,7 +134,7 @@ def _experts_cases(
     for size in sizes:
         for rows, speedup in size.speedups:
             call = RoutedExperts.draw(bench, bits, size, rows, mxfp4=mxfp4).call()
-            yield BenchCase(kernel, call, SpeedUp(speedup), GROUPED if bits == 16 else LOOP)
+            yield BenchCase(kernel, call, SpeedUp(speedup))
 
 
 experts_dense_cases = partial(_experts_cases, "experts_dense", 16)

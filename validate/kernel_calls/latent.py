@@ -19,6 +19,7 @@ from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.validate.kernel_calls.attention import BUFFERED_TOKENS, fill_with_noise
 from ridgeplan.validate.kernel_calls.case import BenchCase, SpeedUp, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, LatentSize
+from ridgeplan.validate.kernel_calls.vllm_peers import flash_mla, prepared
 from ridgeplan.validate.random_model import fill_codes
 from ridgeplan.validate.timing import Bench, KernelCall
 
@@ -55,13 +56,14 @@ class LatentDecode:
         return cls(size, q, rows, latents, rotated, codes)
 
     def call(self, num_sms: int) -> KernelCall:
-        """The kernel, with torch's attention of one shared key and value head as its peer."""
+        """The kernel. Peers read 16-bit rows: FlashMLA and, of one query, torch's attention with one KV head."""
         size, (queries, heads) = self.size, self.q.shape[1:3]
         splits = int(choose_splits(size.batch, -(-queries * heads // 16), size.tokens, num_sms))
         cost = _decode_cost(size, self.q, splits)
         name = f"{heads} x {size.latent} + {size.rope}, B{size.batch}, {size.tokens} tokens, {queries} queries"
         name += f", INT{size.bits}" if size.bits else ""
         peers = {SDPA: self.peer} if queries == 1 else {}
+        peers["vLLM FlashMLA"] = prepared(flash_mla, self.q, self.rows, size.latent, self._scale)
         variants = len(self.rows)
         return KernelCall(
             "attention_mla", name, cost, self.run, variants, queries * heads, size.batch, size.tokens, self.error, peers

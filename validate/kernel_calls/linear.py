@@ -18,16 +18,9 @@ from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline.catalog.gguf import gguf_bits
 from ridgeplan.roofline.catalog.gguf_types import BLOCK_FORMATS, NESTED_GROUP
 from ridgeplan.roofline.latency import STORED_LINEAR
-from ridgeplan.validate.kernel_calls.case import (
-    BenchCase,
-    Product,
-    SpeedUp,
-    fresh,
-    relative_error,
-    tinygemm,
-    vllm_products,
-)
+from ridgeplan.validate.kernel_calls.case import BenchCase, Product, SpeedUp, fresh, relative_error, tinygemm
 from ridgeplan.validate.kernel_calls.sizes import LinearSize
+from ridgeplan.validate.kernel_calls.vllm_peers import vllm_products
 from ridgeplan.validate.timing import Bench, KernelCall
 
 DENSE = "cuBLAS bf16"

@@ -87,8 +87,7 @@ class LinearSize:
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """A layer's routed experts. speedups: (rows, target over the peer): torch's grouped products of 16-bit weights, or
-    a loop over the experts hit."""
+    """A layer's routed experts. speedups: (rows, target over the fastest peer)."""
 
     experts: int
     per_token: int

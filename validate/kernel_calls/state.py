@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +12,14 @@ from torch import Tensor
 from ridgeplan.kernels import state as kernels
 from ridgeplan.kernels.state import DeltaVectors, StateRows
 from ridgeplan.roofline.execution import state_ring_rows
-from ridgeplan.validate.kernel_calls.case import BenchCase, Call, RoofShare, Within, fresh, relative_error
+from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, Within, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import StateSize
+from ridgeplan.validate.kernel_calls.vllm_peers import delta_rule, prepared
+from ridgeplan.validate.kernel_calls.vllm_peers import gated_norm as vllm_norm
 from ridgeplan.validate.timing import Bench, KernelCall
 
 TAPS = 4
 EPS = 1e-6
-TRANSFORMERS = "transformers.models.qwen3_5.modeling_qwen3_5"
 
 
 class _Step(NamedTuple):
@@ -72,33 +71,8 @@ def delta_step_call(bench: Bench, size: StateSize) -> KernelCall:
         variants=len(steps),
         rows=size.batch * size.queries,
         error=error,
-        peers=_rule_peers(bench, size),
+        peers={"vLLM, without convolution": prepared(delta_rule, bench, size)},
     )
-
-
-def _rule_peers(bench: Bench, size: StateSize) -> dict[str, Call]:
-    """The recurrence alone, without convolution, replay or commit: transformers' in torch, and fla's if installed."""
-
-    @cache
-    def operands() -> dict[str, Any]:
-        tokens = size.batch, size.queries
-        q, k = (fresh(bench, *tokens, size.key_heads, size.key_dim) for _ in "qk")
-        v = fresh(bench, *tokens, size.value_heads, size.value_dim)
-        g, beta = (-torch.rand(*tokens, size.value_heads, device=bench.device) for _ in "gb")
-        state = torch.zeros(size.batch, size.value_heads, size.key_dim, size.value_dim, device=bench.device)
-        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        return {"query": q, "key": k, "value": v, "g": g, "beta": -beta, "initial_state": state, **options}
-
-    def transformers_rule(_: int) -> object:
-        return import_module(TRANSFORMERS).torch_recurrent_gated_delta_rule(**operands())
-
-    def fla_rule(_: int) -> object:
-        rule = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
-        names = {"query": "q", "key": "k", "value": "v"}
-        return rule(**{names.get(name, name): value for name, value in operands().items()})
-
-    peers: dict[str, Call] = {"transformers": transformers_rule}
-    return peers | ({"fla": fla_rule} if find_spec("fla") else {})
 
 
 def gated_norm_call(bench: Bench, size: StateSize) -> KernelCall:
@@ -119,7 +93,10 @@ def gated_norm_call(bench: Bench, size: StateSize) -> KernelCall:
         lambda _: norm(x, gate, weight, EPS),
         rows=rows,
         error=error,
-        peers={"eager torch": lambda _: norm(x, gate, weight, EPS, backend="reference")},
+        peers={
+            "eager torch": lambda _: norm(x, gate, weight, EPS, backend="reference"),
+            "vLLM": prepared(vllm_norm, x.flatten(0, 1), gate.view(-1, size.value_dim), weight, EPS),
+        },
     )
 
 

@@ -1,0 +1,126 @@
+"""vLLM's kernels, as peers of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.linear.weights import MXFP4_GROUP
+from ridgeplan.roofline.execution import fitting_group
+from ridgeplan.validate.kernel_calls.case import PAGE_TOKENS, Call, Product, fresh
+from ridgeplan.validate.kernel_calls.sizes import GROUP, ExpertSize, StateSize
+from ridgeplan.validate.timing import Bench
+
+LAYERS = "vllm.model_executor.layers"
+MARLIN = f"{LAYERS}.quantization.utils.marlin_utils"
+SCALE = 2**-7  # of all experts' codes
+
+
+def prepared(make: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+    """The call that `make(*inputs)` returns, made when first called: it imports vLLM, which may fail, and packs."""
+    call = cache(partial(make, *inputs))
+    return lambda *arguments: call()(*arguments)
+
+
+def vllm_products(codes: Tensor, scale: Tensor, variants: int) -> dict[str, Product]:
+    """vLLM's W4A16 products by (codes - 8) * scale, arguments as of `tinygemm`.
+
+    GPTQ's order of codes, 8 along the inputs in a word, is what both repack at the first call. Its symmetric weights
+    lack the zero of ours, 1/33 of the bytes.
+    """
+    products = {"vLLM Marlin": marlin, "vLLM Machete": machete}
+    return {name: prepared(product, codes, scale, variants) for name, product in products.items()}
+
+
+def _gptq_words(codes: Tensor) -> Tensor:
+    shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32).view(1, 8, 1)
+    return (codes.int().t().reshape(-1, 8, len(codes)) << shifts).sum(1, dtype=torch.int32)
+
+
+def marlin(codes: Tensor, scale: Tensor, variants: int) -> Product:
+    """Marlin's product, as in `vllm_products`."""
+    ops, utils, kind = import_module("vllm._custom_ops"), import_module(MARLIN), _scalar_type("uint4b8")
+    outputs, inputs = codes.shape
+    empty, scales = torch.empty(0, dtype=torch.int32, device=codes.device), scale.t().bfloat16().contiguous()
+    weight = ops.gptq_marlin_repack(_gptq_words(codes), empty, inputs, outputs, 4)
+    scales = utils.marlin_permute_scales(scales, inputs, outputs, inputs // len(scales))
+    copies = [(weight.clone(), scales.clone()) for _ in range(variants)]
+    fixed = empty, empty, empty, utils.marlin_make_workspace_new(codes.device), kind, outputs, inputs, True
+    return lambda x, i: utils.apply_gptq_marlin_linear(x, *copies[i], *fixed)
+
+
+def machete(codes: Tensor, scale: Tensor, variants: int) -> Product:
+    """Machete's product, as in `vllm_products`."""
+    ops, kind = import_module("vllm._custom_ops"), _scalar_type("uint4b8")
+    by_input, scales = _gptq_words(codes).t().contiguous().t(), scale.t().bfloat16().contiguous()
+    types = {"a_type": torch.bfloat16, "b_type": kind, "group_scales_type": torch.bfloat16}
+    weight, group = ops.machete_prepack_B(by_input, **types), codes.shape[1] // len(scales)
+    copies = [(weight.clone(), scales.clone()) for _ in range(variants)]
+    return lambda x, i: ops.machete_mm(
+        a=x, b_q=copies[i][0], b_type=kind, b_group_scales=copies[i][1], b_group_size=group
+    )
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Call:
+    """fla's gated RMSNorm, as vLLM ships it, of x and gate [rows, channels]."""
+    norm = import_module(f"{LAYERS}.fla.ops.layernorm_guard").rmsnorm_fn
+    return lambda _: norm(x, weight, None, z=gate, eps=eps)
+
+
+def delta_rule(bench: Bench, size: StateSize) -> Call:
+    """fla's gated delta rule as vLLM decodes with it, without convolution. The state after each token is written."""
+    update = import_module(f"{LAYERS}.fla.ops.fused_sigmoid_gating").fused_sigmoid_gating_delta_rule_update
+    tokens, state = size.batch * size.queries, (size.value_heads, size.value_dim, size.key_dim)
+    numbers = partial(torch.arange, dtype=torch.int32, device=bench.device)
+    variants = bench.variants(4 * size.batch * size.value_heads * size.value_dim * size.key_dim)
+    a, b = (fresh(bench, tokens, size.value_heads) for _ in "ab")
+    q, k = (fresh(bench, 1, tokens, size.key_heads, size.key_dim) for _ in "qk")
+    v, by_head = fresh(bench, 1, tokens, *state[:2]), torch.zeros(size.value_heads, device=bench.device)
+    states = torch.zeros(1 + variants * tokens, *state, device=bench.device)  # vLLM's first one is for padding
+    slots = numbers(1, len(states)).view(variants, size.batch, size.queries)
+    options = {"initial_state": states, "cu_seqlens": numbers(0, tokens + 1, size.queries)}
+    return lambda i: update(
+        by_head, a, b, by_head, q, k, v, ssm_state_indices=slots[i], use_qk_l2norm_in_kernel=True, **options
+    )
+
+
+def flash_mla(q: Tensor, rows: Tensor, latent: int, scale: float) -> Call:
+    """FlashMLA of q [batch, queries, heads, row] over rows [variants, batch, tokens, row], in whole pages."""
+    ops = import_module("vllm.v1.attention.ops.flashmla")
+    pages = torch.arange(rows[0, ..., 0].numel() // PAGE_TOKENS, dtype=torch.int32, device=q.device).view(len(q), -1)
+    paged = rows.reshape(len(rows), -1, PAGE_TOKENS, 1, rows.shape[-1])
+    lengths, schedule = torch.full_like(pages[:, 0], rows.shape[2]), ops.FlashMLASchedMeta()
+    return lambda i: ops.flash_mla_with_kvcache(
+        q, paged[i], pages, lengths, latent, schedule, softmax_scale=scale, causal=True
+    )
+
+
+def triton_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Call:
+    """vLLM's experts in 16 bits; weights and chosen [choices, rows, per_token]."""
+    run, ids = import_module(f"{LAYERS}.fused_moe.fused_moe").fused_experts, chosen.int()
+    return lambda i: run(x, gate_up, down, weights[i], ids[i])
+
+
+def marlin_experts(x: Tensor, size: ExpertSize, kind: str, weights: Tensor, chosen: Tensor) -> Call:
+    """Marlin's experts of random codes, whose order is of no matter. kind: the name of a scalar type of vLLM."""
+    run = import_module(f"{LAYERS}.fused_moe.experts.marlin_moe").fused_marlin_moe
+    bits, ids, mxfp4 = 8 if kind == "uint8b128" else 4, chosen.int(), kind == "float4_e2m1f"
+    words, scales = [], []
+    for inputs, outputs in ((size.hidden, 2 * size.intermediate), (size.intermediate, size.hidden)):
+        shape = size.experts, inputs // 16, outputs * bits // 2
+        words.append(torch.randint(-1 << 31, 1 << 31, shape, dtype=torch.int32, device=x.device))
+        group = fitting_group(inputs, MXFP4_GROUP if mxfp4 else GROUP) or inputs
+        each = torch.full((size.experts, inputs // group, outputs), SCALE, dtype=x.dtype, device=x.device)
+        scales.append(each.to(torch.float8_e8m0fnu) if mxfp4 else each)
+    options = {"workspace": import_module(MARLIN).marlin_make_workspace_new(x.device, 4)}
+    options["moe_sum"] = import_module("vllm._custom_ops").moe_sum
+    return lambda i: run(x, *words, None, None, *scales, weights[i], ids[i], _scalar_type(kind).id, **options)
+
+
+def _scalar_type(name: str) -> Any:
+    return getattr(import_module("vllm.scalar_type").scalar_types, name)
