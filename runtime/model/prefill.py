@@ -269,7 +269,8 @@ class _PromptFill:
             )
             scores = scorer.scores(layer)
             self._chosen = largest(scores, layer.budget) if evicts else None
-        self._queries = buffers.queries[self._observed].clone()
+        if self._destination.observer is not None:
+            self._queries = buffers.queries[self._observed].clone()
 
     def store(self, index: int, buffers: LayerBuffers, kept_layers: Sequence[_KeptLayer]) -> None:
         """Stores the selected tokens and passes them to the observer, or keeps them for the next chunk."""

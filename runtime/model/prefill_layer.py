@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ class Parts:
     shift: int = 0
     known: dict[tuple[int, int, int], Places] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def chunks(self) -> list[slice]:
         """Tokens that are projected together."""
         prompt, rest = (0, self.tokens), (self.tokens, self.total)
@@ -63,6 +64,11 @@ class Parts:
             for first, last in (prompt, rest)
             for start in range(first, last, self.chunk_tokens)
         ]
+
+    @cached_property
+    def padded(self) -> int:
+        """Tokens at which the prompt attends."""
+        return int(padded_prompt(self.tokens))
 
     def places(self, decoder: Decoder, index: int, chunk: slice, start: int = 0, held: int = 0) -> Places:
         """Of the tokens of a chunk in layer `index`; the text begins at position `start`, behind `held` tokens.
@@ -262,7 +268,7 @@ def attend_layer(
     """
     window = settings.window if windowed else None
     queries, keys, values = buffers.padded
-    held, tokens, padded = buffers.held, parts.tokens, int(padded_prompt(parts.tokens))
+    held, tokens, padded = buffers.held, parts.tokens, parts.padded
     seen = slice(held + padded)
     starts = range(tokens, parts.total, MAX_QUERIES)
     visible = held + tokens if visible is None else min(visible, held + tokens)
