@@ -6,6 +6,7 @@ computations (planner, validate), the page and its figures (dashboards/app.py, d
 
 from __future__ import annotations
 
+import gc
 import os
 
 import click
@@ -36,3 +37,5 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # NumPy multiplies and inverts small matrices only, for which threads of many cores wait longer than they work.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Imports of torch and transformers make 400,000 objects that stay, and by default each is looked at many times.
+    gc.set_threshold(50_000)
