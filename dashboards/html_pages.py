@@ -21,6 +21,7 @@ from ridgeplan.planner import Recommendation
 from ridgeplan.planner.queries.sweep import GridSweep
 from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence, verdict
 from ridgeplan.planner.traffic.serving import ServingCapacity
+from ridgeplan.roofline.catalog.validation import with_options
 from ridgeplan.roofline.plan.presets import short_name
 
 # Forbids the browser to load anything, whatever the texts of a report contain.
@@ -101,7 +102,7 @@ def brief_page(recommendation: Recommendation, degrees: Iterable[str]) -> str:
     """
     name, baseline = short_name(recommendation.name), recommendation.baseline
     why = [(sentence(what), text) for what, text in reasons(recommendation)]
-    first, *more = map(escape, (plan_sentence(recommendation), *recommendation.notes, *degrees))
+    first, *more = map(escape, map(with_options, (plan_sentence(recommendation), *recommendation.notes, *degrees)))
     drawn = {
         "All plans": alternatives(recommendation),
         "Where a token's time goes": waterfall(recommendation.predicted, baseline, name),
@@ -119,7 +120,8 @@ def brief_page(recommendation: Recommendation, degrees: Iterable[str]) -> str:
 
 def capacity_page(result: ServingCapacity) -> str:
     """The verdicts, the figures of simulated traffic and its rows."""
-    rows, notes = result.table(), "".join(f"<li>{escape(note)}</li>" for note in (*result.verdicts, *result.notes))
+    texts = map(with_options, (*result.verdicts, *result.notes))
+    rows, notes = result.table(), "".join(f"<li>{escape(text)}</li>" for text in texts)
     drawn = {title.capitalize(): latency_figure(result, name) for name, title in LATENCIES.items()}
     drawn["Throughput against time per token"] = front_figure([result])
     body = table(list(rows[0]), [[_shown(value) for value in row.values()] for row in rows])

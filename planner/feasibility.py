@@ -191,7 +191,7 @@ def on_device(question: Question, whole_model: Question | None = None) -> tuple[
 
 def more_gpus(gpus: int, name: str) -> Fix:
     """The question for several GPUs of a kind."""
-    return Fix({"gpus": gpus}, f"{gpus} x {name} (--gpus {gpus})")
+    return Fix({"gpus": gpus}, f"{gpus} x {name} (`gpus={gpus}`)")
 
 
 def fewest_gpus(question: Question, preset: str | None = None) -> int | None:

@@ -242,7 +242,7 @@ class Question:
         elif self.engine is not None:
             missing = self.unsupported(plan)
         device_note = "one GPU with " if self.options.several_gpus else ""  # as engines execute what spans several
-        allowed = f"{device_note}--backend ridgeplan, or a plan that the engine runs"
+        allowed = f"{device_note}`backend=ridgeplan`, or a plan that the engine runs"
         require(missing is None, f"{preset_name(plan)}: {missing}; allowed: {allowed}")
 
     @cached_property
@@ -312,7 +312,7 @@ class Question:
             yield "products of routed experts are priced at rates of related kernels: theirs are not calibrated"
         backend = self.options.backend
         if (workload.text or workload.acceptance_length) and backend in (Backend.SGLANG, Backend.VLLM_PLUGIN):
-            yield f"--text and --acceptance-length are ignored: of drafters in {backend} nothing was measured"
+            yield f"text and acceptance length are ignored: of drafters in {backend} nothing was measured"
         if workload.parallel != SINGLE:
             gpus = workload.parallel.gpus
             links = links_title(hardware, gpus)
@@ -328,7 +328,7 @@ class Question:
             beyond = workload.final_context - shape.max_context
             yield (
                 f"the last {beyond} new tokens lie beyond the model's limit of {shape.max_context} tokens, "
-                "where engines stop; --yarn stretches it"
+                "where engines stop; `yarn=True` stretches it"
             )
         if self.engine is None and self.profile.transferred_from:
             yield from instruction_bound_notes(self.profile)

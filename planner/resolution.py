@@ -140,7 +140,7 @@ def within_context(workload: Workload, shape: ModelShape) -> Workload:
     require(
         workload.context <= limit,
         f"context {tokens_text(workload.context)} is beyond the limit of {shape.name}{stretched}; allowed: up to "
-        f"{tokens_text(limit)}, or more with --yarn of `ridgeplan plan`, which stretches its rotary embedding",
+        f"{tokens_text(limit)}, or a plan with `yarn=True`, which stretches its rotary embedding",
     )
     return workload
 

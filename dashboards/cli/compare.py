@@ -87,7 +87,7 @@ def _print_comparison(result: PlanComparison) -> None:
     if not all(compared_plan.plain_fits for compared_plan in result.plans):
         echo(opt.PLAIN_DOES_NOT_FIT)
     for subject, reason in result.missing:
-        echo(f"{subject}: {reason}")
+        echo(wrapped(f"{subject}: {reason}"))
 
 
 def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:

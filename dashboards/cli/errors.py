@@ -51,11 +51,11 @@ def exit_code(action: Callable[[], Any]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), BAD_INPUT)
     except ValueError as error:
-        from ridgeplan.roofline.catalog.validation import is_user_error  # which --help does without
+        from ridgeplan.roofline.catalog.validation import is_user_error, with_options  # which --help does without
 
         if not is_user_error(error):
             raise
-        return _fail(str(error), CODES.get(type(error).__name__, BAD_INPUT))
+        return _fail(with_options(str(error)), CODES.get(type(error).__name__, BAD_INPUT))
     except ModuleNotFoundError as error:
         from ridgeplan.planner.extras import missing_package  # the planner takes a while
 

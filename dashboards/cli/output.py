@@ -64,7 +64,9 @@ def number(value: float) -> str:
 
 def wrapped(line: str) -> str:
     """A line wrapped at 80 columns with a hanging indent; words stay whole."""
-    inner = " " * (len(line) - len(line.lstrip()) + 2)
+    from ridgeplan.roofline.catalog.validation import with_options  # see `_controls`
+
+    line, inner = with_options(line), " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(line, TEXT_COLUMNS, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
 
 

@@ -22,7 +22,7 @@ from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.parallel import Parallel
-from ridgeplan.roofline.catalog.validation import together
+from ridgeplan.roofline.catalog.validation import together, with_names
 from ridgeplan.roofline.plan.plan import MAX_BATCH, Workload
 from ridgeplan.roofline.plan.support import Backend
 
@@ -179,12 +179,9 @@ def change(changes: dict[str, Any]) -> None:
         st.session_state[name] = "" if value is None else value if isinstance(value, (bool, float)) else str(value)
 
 
-# What the page has for options of the command line that texts name: patterns of them, and its fields.
-FIELDS = {"--yarn": "YaRN", "--gpus": "GPUs", "--backend": "Backend", "--preset": "plan", r" \(--watts\)": ""}
+FIELDS = {"yarn": "YaRN", "gpus": "GPUs", "backend": "Backend"}  # names of the planner's arguments in its texts
 
 
 def escaped(text: str) -> str:
-    """`text` for Markdown to show as it is, with the page's fields for options: names could hold links or formulas."""
-    for option, field_name in FIELDS.items():
-        text = re.sub(rf"{option}(?![\w-])( of `ridgeplan plan`)?", field_name, text)
-    return re.sub(r"([\\`*_\[\]<>$~:#|])", r"\\\1", text)
+    """`text` for Markdown to show as it is, with the page's names of arguments: names could hold links or formulas."""
+    return re.sub(r"([\\`*_\[\]<>$~:#|])", r"\\\1", with_names(text, lambda name: FIELDS.get(name, name)))

@@ -141,7 +141,7 @@ def serving_cost(
         smallest = question.resized(prompt_tokens, min(batches, default=1))
         if not any(sizes.fits.any() for sizes in by_degrees) and (several := fewest_gpus(smallest, preset)):
             gpus = options.least_gpus if options.least_gpus > 1 else "one"
-            notes[f"no batch fits {gpus} {name}; --gpus {several} fits batch {smallest.workload.batch}"] = None
+            notes[f"no batch fits {gpus} {name}; `gpus={several}` fits batch {smallest.workload.batch}"] = None
         for column in range(len(batches) or max(fitting, 1)):
             choices = [_row(sizes, column, name, prices[gpu], limits) for sizes in by_degrees]
             rows.append(min(choices, key=lambda row: (not row.fits, limits.excess(row), row.dollars_per_million)))

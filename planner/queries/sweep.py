@@ -113,7 +113,7 @@ class SweepPoint:
     @property
     def beyond(self) -> str:
         """Why the longer contexts have no answer; "" where there are none."""
-        stretch = "" if self.question.options.yarn else "; --yarn stretches it"
+        stretch = "" if self.question.options.yarn else "; YaRN stretches it"
         return f"beyond the model's limit of {self.longest}{stretch}" if max(self.contexts) > self.longest else ""
 
     def all_notes(self) -> Iterator[str]:

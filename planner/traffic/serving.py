@@ -217,7 +217,7 @@ def serving_capacity(
     question = ask(model, gpu, context, replace(chosen, new_tokens=new_tokens)).as_executed
     require(
         question.engine is not None or not (traffic.prefix_share or (recorded and recorded.hash_ids)),
-        "this package's runtime has no prefix cache; allowed: --backend vllm, or no shared prefixes",
+        "this package's runtime has no prefix cache; allowed: `backend=vllm`, or no shared prefixes",
     )
     hardware = listed(question.profile.hardware)
     price = price or hardware.dollars_per_hour or None
@@ -390,7 +390,7 @@ class _Study:
             if too_few >= min(MAX_REPLICAS, len(requests)):
                 raise NothingFits(
                     f"{too_few} replicas miss {' and '.join(_missed(row))} at {rate:g}/s; allowed: looser limits, a "
-                    "faster GPU or another --preset"
+                    "faster GPU or another plan"
                 )
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -494,7 +494,7 @@ class _Study:
             yield f"energy is that of GPUs at {prompt_watts:g} W while they process prompts, {source}"
         elif decode_watts == hardware.board_watts:
             taken = f"GPUs that run steps are taken at their listed {decode_watts:g} W" * (decode_watts > 0)
-            yield f"energy was not measured: {taken or 'no power is listed either'} (--watts)"
+            yield f"energy was not measured: {taken or 'no power is listed or given'}"
         if self.question.engine is None:
             yield "this package's runtime serves fixed batches: a server that adds requests between rounds is assumed"
         else:

@@ -98,6 +98,16 @@ def together(steps: Iterable[Callable[[], Any]], known: Sequence[str] = ()) -> l
     return results
 
 
+def with_names(text: str, name: Callable[[str], str]) -> str:
+    """`text` with a front end's names of the arguments in it, which are written as in Python: `gpus=8`, `yarn=True`."""
+    return re.sub(r"`(\w+)=(?:True|([\w+]+))`", lambda match: " ".join(filter(None, (name(match[1]), match[2]))), text)
+
+
+def with_options(text: str) -> str:
+    """`with_names` of the command line."""
+    return with_names(text, lambda name: f"--{name.replace('_', '-')}")
+
+
 def is_user_error(error: ValueError) -> bool:
     """Whether the user's input caused an error: the package defines its class. Other errors keep their traceback."""
     return type(error).__module__.startswith("ridgeplan.")

@@ -228,10 +228,7 @@ class _PromptFill:
     def begin(self, start: int, stop: int, kept_layers: Sequence[_KeptLayer]) -> bool:
         """Begins the chunk from `start` to `stop`; returns whether a layer evicts after it."""
         self._start, self._tokens, self._budgets = start, stop - start, self.kept(stop)
-        window = self._destination.observer.window if self._destination.observer else 0
-        last = stop == len(self._prompt)
-        self._continues = not last
-        self._observed = slice(max(0, self._tokens - window) if last else self._tokens, self._tokens)
+        self._continues = stop < len(self._prompt)
         counts = [layer.count for layer in kept_layers] or [0] * len(self._budgets)
         return any(
             count + self._tokens > budget and not self._window(layer)
@@ -269,8 +266,9 @@ class _PromptFill:
             )
             scores = scorer.scores(layer)
             self._chosen = largest(scores, layer.budget) if evicts else None
-        if self._destination.observer is not None:
-            self._queries = buffers.queries[self._observed].clone()
+        if (observer := self._destination.observer) is not None:
+            observed = slice(self._tokens if self._continues else max(0, self._tokens - observer.window), self._tokens)
+            self._queries = buffers.queries[observed].clone()
 
     def store(self, index: int, buffers: LayerBuffers, kept_layers: Sequence[_KeptLayer]) -> None:
         """Stores the selected tokens and passes them to the observer, or keeps them for the next chunk."""

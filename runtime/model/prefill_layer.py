@@ -58,10 +58,9 @@ class Parts:
     @cached_property
     def chunks(self) -> list[slice]:
         """Tokens that are projected together."""
-        prompt, rest = (0, self.tokens), (self.tokens, self.total)
         return [
             slice(start, min(start + self.chunk_tokens, last))
-            for first, last in (prompt, rest)
+            for first, last in ((0, self.tokens), (self.tokens, self.total))
             for start in range(first, last, self.chunk_tokens)
         ]
 

@@ -76,7 +76,7 @@ def test_one_gpu_is_the_same_question_as_before():
 
 def test_more_gpus_are_offered_where_one_is_too_small():
     """Every verb names the fewest GPUs that hold the size, and that many do."""
-    with pytest.raises(NothingFits, match=r"allowed: 8 x h200 \(--gpus 8\)$") as caught:
+    with pytest.raises(NothingFits, match=r"allowed: 8 x h200 \(`gpus=8`\)$") as caught:
         recommend("DeepSeek-V3", "h200", 8192)
     (fix,) = caught.value.fixes
     assert recommend("DeepSeek-V3", "h200", 8192, **fix.changes).plan.parallel.gpus == 8
@@ -86,10 +86,10 @@ def test_more_gpus_are_offered_where_one_is_too_small():
     too_small = fit(LLAMA, "h100", batches=(1,), contexts=(32_768,), quality="exact")
     assert {"gpus": 4} in [fix.changes for fix in too_small.fixes]
     assert not fit(LLAMA, "h200", batches=(1,), contexts=(32_768,)).fixes
-    with pytest.raises(NothingFits, match=r"without any KV cache; allowed: 2 x h100-sxm \(--gpus 2\)$"):
+    with pytest.raises(NothingFits, match=r"without any KV cache; allowed: 2 x h100-sxm \(`gpus=2`\)$"):
         serving_capacity(LLAMA, "h100", [1.0], backend="vllm")
     assert (
-        "no batch fits one h100-sxm; --gpus 4 fits batch 1"
+        "no batch fits one h100-sxm; `gpus=4` fits batch 1"
         in serving_cost(LLAMA, {"h100": 2.0}, 65_536, preset="autoregressive", backend="vllm").notes
     )
 

@@ -626,9 +626,9 @@ def test_short_prompts_of_a_batch_are_said_to_run_one_by_one() -> None:
 def test_a_kind_of_text_is_said_to_be_ignored_where_no_drafter_runs():
     def noted(backend: str) -> list[str]:
         answer = planner.recommend("Llama-3.1-8B", "h200", 8192, backend=backend, text="code")
-        return [note for note in answer.notes if "--text" in note]
+        return [note for note in answer.notes if "text and" in note]
 
-    of_sglang = "--text and --acceptance-length are ignored: of drafters in sglang nothing was measured"
+    of_sglang = "text and acceptance length are ignored: of drafters in sglang nothing was measured"
     assert noted("sglang") == [of_sglang]
     assert not noted("vllm") and not noted("ridgeplan")
 

@@ -32,7 +32,7 @@ def test_yarn_stretches_in_halves_to_the_last_generated_token(h200_profile, cont
 def test_a_prompt_beyond_the_models_positions_is_refused_without_yarn(h200_profile):
     longest = workload_for(QWEN, h200_profile, 32768, 1024, 1, yarn=False)  # generation alone may pass the limit
     assert (longest.yarn_factor, longest.final_context) == (1, 33792)
-    with pytest.raises(PlanError, match=r"context 32769 is beyond the limit of .*; allowed: up to 32k, or .* --yarn"):
+    with pytest.raises(PlanError, match=r"context 32769 is beyond the limit of .*; allowed: up to 32k, .* `yarn=True`"):
         workload_for(QWEN, h200_profile, 32769, 1, 1, yarn=False)
 
 

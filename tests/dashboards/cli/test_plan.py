@@ -99,7 +99,7 @@ def test_options_reach_the_planner(invoke: Any) -> None:
 
 def test_context_beyond_the_limit_is_refused_and_stretched_if_asked(invoke: Any, refuses: Any) -> None:
     beyond = (LLAMA, "--gpu", "h200", "--ctx", 200_000, "--json")
-    refusal = f"context 200000 is beyond the limit of {LLAMA}; allowed: up to 128k, or more with --yarn"
+    refusal = f"context 200000 is beyond the limit of {LLAMA}; allowed: up to 128k, or a plan with --yarn, which"
     assert refusal in refuses("recommend", *beyond)
     assert refusal in refuses("estimate", *beyond, "--preset", "int8")
     assert refusal in refuses("fit", LLAMA, "h200", "--ctx", 200_000)

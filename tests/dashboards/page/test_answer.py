@@ -13,7 +13,7 @@ from streamlit.testing.v1 import AppTest
 from ridgeplan import planner
 from ridgeplan.dashboards import app
 from ridgeplan.dashboards.page.answer import length_fixes
-from ridgeplan.dashboards.page.inputs import PageQuestion, escaped
+from ridgeplan.dashboards.page.inputs import FIELDS, PageQuestion, escaped
 from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import read_plan
 from ridgeplan.planner.render.text import plain_words
@@ -282,8 +282,6 @@ def test_a_gguf_file_is_suggested_first_and_is_the_user_s_to_name(page: AppTest)
 
 
 def test_notes_name_the_page_s_fields_and_no_options() -> None:
-    assert escaped("where engines stop; --yarn stretches it") == "where engines stop; YaRN stretches it"
-    assert escaped("up to 4k, or more with --yarn of `ridgeplan plan`, which") == "up to 4k, or more with YaRN, which"
-    assert escaped("allow --backend vllm, --gpus 2") == "allow Backend vllm, GPUs 2"
-    assert escaped("at 700 W (--watts)") == "at 700 W"
-    assert escaped("--gpu-memory-utilization") == "--gpu-memory-utilization"  # an engine's own
+    assert escaped("where engines stop; `yarn=True` stretches it") == "where engines stop; YaRN stretches it"
+    assert escaped("allow `backend=vllm+plugin`, `gpus=2`") == "allow Backend vllm+plugin, GPUs 2"
+    assert FIELDS.keys() <= vars(SearchOptions()).keys()

@@ -127,19 +127,19 @@ def test_the_format_that_was_measured_to_be_the_fastest_is_chosen() -> None:
     ],
 )
 def test_what_an_engine_does_not_run_has_no_times_there(question: Callable[[SearchOptions], object]) -> None:
-    with pytest.raises(PlanError, match=r": vllm has no .*; allowed: --backend ridgeplan, or"):
+    with pytest.raises(PlanError, match=r": vllm has no .*; allowed: `backend=ridgeplan`, or"):
         question(SearchOptions(backend="vllm"))
 
 
 @pytest.mark.parametrize("preset", ["snapkv", "quantspec", "specattn"])
 def test_what_the_plugin_does_not_carry_has_no_times_there(preset: str) -> None:
-    with pytest.raises(PlanError, match=r": vllm\+plugin carries no .*; allowed: --backend ridgeplan, or"):
+    with pytest.raises(PlanError, match=r": vllm\+plugin carries no .*; allowed: `backend=ridgeplan`, or"):
         compare("Llama-3.1-8B", "h200", 8192, presets=preset, backend="vllm+plugin")
 
 
 def test_what_spans_several_gpus_is_refused_with_a_plan_for_one() -> None:
-    """--backend ridgeplan alone changes nothing there: engines execute it."""
-    with pytest.raises(PlanError, match=r": vllm has no .*; allowed: one GPU with --backend ridgeplan, or"):
+    """`backend=ridgeplan` alone changes nothing there: engines execute it."""
+    with pytest.raises(PlanError, match=r": vllm has no .*; allowed: one GPU with `backend=ridgeplan`, or"):
         fit("Llama-3.1-8B", "h200", preset="dapq", options=SearchOptions(gpus=2))
 
 

@@ -94,7 +94,7 @@ def test_contexts_beyond_the_limit_are_marked_and_the_others_answered() -> None:
     assert {value for row in beyond for name, value in row.items() if name.endswith(("_ms", "_s", "_bytes"))} == {None}
     (longest,) = grid_sweep(LLAMA, "h200", {"ctx": (131_072,)}).table()
     assert longest["plan"]
-    assert {row["why_not"] for row in beyond} == {"beyond the model's limit of 131072; --yarn stretches it"}
+    assert {row["why_not"] for row in beyond} == {"beyond the model's limit of 131072; YaRN stretches it"}
     assert [list(row) for row in beyond] == [list(row) for row in answered]
     assert "4 questions, 2 fit" in swept.summary()
 

@@ -127,7 +127,7 @@ def test_a_prefix_cache_shortens_the_wait() -> None:
     plain, cached = (served(4.0, prefix_share=share, replicas=1).rows[0] for share in (0.0, 0.6))
     assert cached.ttft_p50_ms < plain.ttft_p50_ms
     assert cached.cached_share == pytest.approx(0.6, abs=0.01)
-    with pytest.raises(PlanError, match="runtime has no prefix cache; allowed: --backend vllm, or no shared"):
+    with pytest.raises(PlanError, match="runtime has no prefix cache; allowed: `backend=vllm`, or no shared"):
         served(4.0, prefix_share=0.5, backend="ridgeplan")
 
 

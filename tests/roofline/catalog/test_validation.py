@@ -26,6 +26,7 @@ from ridgeplan.roofline.catalog.validation import (
     texts_by_name,
     together,
     whole,
+    with_options,
 )
 
 
@@ -311,3 +312,9 @@ def test_long_values_are_cut_at_80_characters_of_one_line(value: object) -> None
 def test_a_cut_shows_that_something_is_missing() -> None:
     assert len(brief("x" * 79)) == 80 and "..." in brief("x" * 79)
     assert brief("x" * 78) == repr("x" * 78)
+
+
+def test_texts_name_arguments_as_options_of_the_command_line() -> None:
+    text = "8 GPUs (`gpus=8`), `backend=vllm+plugin`, `kv_format=int8` or `yarn=True`; `auto` and `ridgeplan run` stay"
+    options = "8 GPUs (--gpus 8), --backend vllm+plugin, --kv-format int8 or --yarn; `auto` and `ridgeplan run` stay"
+    assert with_options(text) == options
