@@ -182,14 +182,12 @@ def cases_of(
 def measured(bench: Bench, peaks: MachinePeaks, cases: Iterable[BenchCase]) -> Iterator[KernelRow]:
     """A row per case. Peers shared by consecutive cases are timed once."""
     shared: Peers | None = None
-    peers_s: dict[str, float] = {}
-    notes: dict[str, str] = {}
+    peers_s, notes = dict[str, float](), dict[str, str]()
     for case in cases:
-        call = case.call
-        ours_s = bench.median_s(call)  # first, as a peer may leave the device in error
-        if call.peers is not shared:
-            shared = call.peers
-            peers_s, notes = timed_peers(bench, call)
+        ours_s = bench.median_s(case.call)  # first, as a peer may leave the device in error
+        if case.call.peers is not shared:
+            shared = case.call.peers
+            peers_s, notes = timed_peers(bench, case.call)
         yield replace(row_of(case, ours_s, peers_s, peaks), notes=notes)
 
 

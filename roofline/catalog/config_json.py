@@ -183,7 +183,11 @@ def _family_keys(config: Config) -> tuple[_Keys, known.Family]:
         raise ValueError(f"model_type is {brief(model_type)}; allowed: the name of a family, such as 'llama'")
     family = known.families().get(model_type, known.Family(sliding="keys"))
     config = {key: value for key, value in config.items() if key != PER_LAYER} | _global_heads(config)
-    return _Keys(config, family.defaults), family
+    spelled = {name for names in known.SPELLINGS if any(name in config for name in names) for name in names}
+    keys = _Keys(config, {key: value for key, value in family.defaults.items() if key not in spelled})
+    for key, (factor, of, *by) in family.derived.items():
+        keys[key] = _whole(keys, key, int(factor * _whole(keys, of) / max([1, *(_whole(keys, name) for name in by)])))
+    return keys, family
 
 
 def _global_heads(config: Config) -> Fields:
@@ -239,8 +243,7 @@ def _number(config: Config, key: str, default: float, least: float = 0) -> float
 
 
 def _flag(config: Config, key: str, default: bool) -> Any:
-    value = config.get(key)
-    return default if value is None else value
+    return default if config.get(key) is None else config[key]
 
 
 def _list(config: Config, key: str, allowed: Sequence[Any], length: int | None = None) -> list[Any]:

@@ -6,7 +6,7 @@ A table says what config.json leaves to the family's class in transformers. Ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -18,13 +18,15 @@ from ridgeplan.roofline.catalog.files import read_tables
 
 @dataclass(frozen=True)
 class Family:
-    """defaults: of keys that config.json may leave out. attention_bias: whatever the file says. qk_norm: norms of each
-    head's queries and keys. qk_norm_key: the key that says so instead. wide_qk_norm: of all heads together. sliding:
-    which layers have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
-    (`max_window_layers` on), "none", "keys" (as these say, of a family without a table: all without other keys).
-    output_gate: attention's output is gated. full_every: every n-th layer has full attention, the others a state.
-    routing: fields of `layers.Routing` beside those that keys give. traits: of `model_shape.TRAITS`. trained_contexts:
-    tokens that YaRN's factor refers to, of models with another limit, by that limit.
+    """defaults: of keys that config.json may leave out, those of the class in transformers. derived: of keys that it
+    computes from others: a factor, a key and, if there is one, the key that it is divided by. attention_bias: whatever
+    the file says. qk_norm: norms of each head's queries and keys. qk_norm_key: the key that says so instead.
+    wide_qk_norm: of all heads together. sliding: which layers have the window, where `layer_types` is missing: "all",
+    "even", "pattern" (all but every n-th), "last" (`max_window_layers` on), "none", "keys" (as these say, of a family
+    without a table: all without other keys). output_gate: attention's output is gated. full_every: every n-th layer has
+    full attention, the others a state. routing: fields of `layers.Routing` beside those that keys give. traits: of
+    `model_shape.TRAITS`. trained_contexts: tokens that YaRN's factor refers to, of models with another limit, by that
+    limit.
 
     What only the runtime reads: executed: whether it runs these models. hub_type: the `model_type` of the class in
     transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a
@@ -35,6 +37,7 @@ class Family:
     state_eps: of norms of a state's output; 0: as elsewhere."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    derived: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     attention_bias: bool | None = None
     qk_norm: bool = False
     qk_norm_key: str = ""
@@ -117,6 +120,7 @@ SHARED_WIDTH = (
 )  # fmt: skip
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 LEADING_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+SPELLINGS = (KV_HEADS, EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH, SHARED_WIDTH, SHARED_EXPERTS, LEADING_DENSE)
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
 

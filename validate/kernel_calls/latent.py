@@ -8,7 +8,6 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -23,7 +22,6 @@ from ridgeplan.validate.kernel_calls.vllm_peers import flash_mla, prepared
 from ridgeplan.validate.random_model import fill_codes
 from ridgeplan.validate.timing import Bench, KernelCall
 
-SDPA = "SDPA, rows as keys and values"
 PLAIN, EPS = 128, 1e-6  # channels without RoPE of a head, as in DeepSeek's models; of the latents' norm
 HEAD = 64  # channels of a head of codes
 
@@ -56,18 +54,16 @@ class LatentDecode:
         return cls(size, q, rows, latents, rotated, codes)
 
     def call(self, num_sms: int) -> KernelCall:
-        """The kernel. Peers read 16-bit rows: FlashMLA and, of one query, torch's attention with one KV head."""
+        """The kernel. FlashMLA, its peer, reads 16-bit rows."""
         size, (queries, heads) = self.size, self.q.shape[1:3]
         splits = int(choose_splits(size.batch, -(-queries * heads // 16), size.tokens, num_sms))
-        cost = _decode_cost(size, self.q, splits)
         name = f"{heads} x {size.latent} + {size.rope}, B{size.batch}, {size.tokens} tokens, {queries} queries"
         name += f", INT{size.bits}" if size.bits else ""
-        peers = {SDPA: self.peer} if queries == 1 else {}
-        peers["vLLM FlashMLA"] = prepared(flash_mla, self.q, self.rows, size.latent, self._scale)
-        variants = len(self.rows)
+        peers = {"vLLM FlashMLA": prepared(flash_mla, self.q, self.rows, size.latent, self._scale)}
         return KernelCall(
-            "attention_mla", name, cost, self.run, variants, queries * heads, size.batch, size.tokens, self.error, peers
-        )
+            "attention_mla", name, _decode_cost(size, self.q, splits), self.run, len(self.rows), queries * heads,
+            size.batch, size.tokens, self.error, peers,
+        )  # fmt: skip
 
     @cached_property
     def _visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -91,14 +87,6 @@ class LatentDecode:
     def error(self) -> float:
         """Against the reference, in float32."""
         return relative_error(self.run(0), replace(self, q=self.q.float()).run(0, "reference"))
-
-    def peer(self, i: int) -> Tensor:
-        """torch's attention, whose values are whole rows."""
-        rows = self.rows[i][:, None]
-        out = functional.scaled_dot_product_attention(
-            self.q.transpose(1, 2), rows, rows, scale=self._scale, enable_gqa=True
-        )
-        return out[..., : self.size.latent]
 
     @property
     def _scale(self) -> float:

@@ -60,10 +60,8 @@ def machete(codes: Tensor, scale: Tensor, variants: int) -> Product:
     by_input, scales = _gptq_words(codes).t().contiguous().t(), scale.t().bfloat16().contiguous()
     types = {"a_type": torch.bfloat16, "b_type": kind, "group_scales_type": torch.bfloat16}
     weight, group = ops.machete_prepack_B(by_input, **types), codes.shape[1] // len(scales)
-    copies = [(weight.clone(), scales.clone()) for _ in range(variants)]
-    return lambda x, i: ops.machete_mm(
-        a=x, b_q=copies[i][0], b_type=kind, b_group_scales=copies[i][1], b_group_size=group
-    )
+    copies = [{"b_q": weight.clone(), "b_group_scales": scales.clone()} for _ in range(variants)]
+    return lambda x, i: ops.machete_mm(a=x, b_type=kind, b_group_size=group, **copies[i])
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Call:

@@ -122,11 +122,13 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
                 "expert_intermediate": 96,
                 "window_tokens": 64,
                 "window_layers": 2,
+                "head_dim": 64,
+                "rope_theta": 150000.0,
             },
         ),
         (
             {"model_type": "mixtral", "num_local_experts": 8, **WIDE_MOE},
-            {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96},
+            {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96, "rope_theta": 1e6},
         ),
         (
             {
@@ -145,6 +147,8 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
                 "window_tokens": 64,
                 "window_layers": 1,
                 "weight_bits": WeightBits(experts=4.25, format="mxfp4"),
+                "head_dim": 64,
+                "rope_theta": 150000.0,
             },
         ),
         (

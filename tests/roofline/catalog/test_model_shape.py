@@ -86,6 +86,13 @@ TRANSFORMERS_TOTALS = {
     "SmolLM3-3B": (3_075_098_624, 3_075_098_624),
     "internlm3-8b-instruct": (8_804_241_408, 8_804_241_408),
     "ERNIE-4.5-0.3B-PT": (360_748_032, 360_748_032),
+    "c4ai-command-r7b-12-2024": (8_028_033_024, 8_028_033_024),
+    "granite-3.1-2b-base": (2_533_531_648, 2_533_531_648),
+    "granite-4.0-micro": (3_402_836_480, 3_402_836_480),
+    "OLMo-2-0425-1B": (1_484_916_736, 1_484_916_736),
+    "OLMo-2-1124-13B": (13_716_198_400, 13_716_198_400),
+    "Olmo-3-1025-7B": (7_298_011_136, 7_298_011_136),
+    "Olmo-3-1125-32B": (32_233_522_176, 32_233_522_176),
 }
 # In billions, rounded as in names and on model cards: in all, and by token, with the input table or without it; None
 # where that is rounded by more than what is compared.
