@@ -42,14 +42,3 @@ def _without(rows: Any, key: str) -> Any:
     if not isinstance(rows, list):
         return rows
     return [{k: v for k, v in row.items() if k != key} if isinstance(row, dict) else row for row in rows]
-
-
-def device_s(figures: Mapping[str, Any]) -> float:
-    """Seconds of a generation's rounds by their phases: passes at their medians, flushes, and waits between rounds.
-
-    figures: a row's "measured". `decode_s` of a row is not less, unless time on the device was not counted.
-    """
-    rounds, rows = figures["rounds"], figures["sequence_rounds"] / figures["rounds"]
-    drafts_s = figures["draft_passes"] / rows * figures["draft_s"]
-    verified_s = rounds * (figures.get("propose_s", 0.0) + figures["verify_s"])
-    return drafts_s + verified_s + figures["flush_s"] + figures["idle_s"]
