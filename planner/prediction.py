@@ -18,7 +18,7 @@ from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import BAND_DEVIATIONS, proposal_acceptance
 from ridgeplan.planner.acceptance.model import acceptance_of_proposals
 from ridgeplan.planner.engines.rates import EngineProfile
-from ridgeplan.planner.lowering import class_of_op, rates_of, stack, steady_state_kind, strategy_of, used_classes
+from ridgeplan.planner.lowering import adaptation, class_of_op, rates_of, stack, steady_kind, strategy_of, used_classes
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.collectives import COLLECTIVES
@@ -147,31 +147,35 @@ class BreakdownSource:
 
 @dataclass(frozen=True)
 class Drafting:
-    """The round that is predicted, and what is known of the plan's drafter, as `roofline.drafters` takes it."""
+    """The round that is predicted, and what is known of the plan's drafter, as `roofline.drafters` takes it.
+
+    gain: times its tokens that rounds yield which adapt to the text.
+    """
 
     kind: RoundKind = 0
     hit: float = 0.0
     proposal_acceptance: float = 0.0
+    gain: float = 1.0
 
     @classmethod
-    def of(cls, plan: Plan, kind: RoundKind) -> Drafting:
-        """A plan's round."""
-        drafter = plan.speculation.drafter
+    def of(cls, plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel) -> Drafting:
+        """A plan's round; of one that adapts, that at which it settles at the known acceptance."""
+        drafter, kind = plan.speculation.drafter, steady_kind(plan, shape, machine, model)
         if not drafter.active:
             return cls(kind)
         known = proposal_acceptance(drafter.kind, plan.workload)
-        return cls(kind, known.hit, known.at(drafter.depth)[1])
+        gain = adaptation(plan, shape, machine, model, kind, np.array([plan.workload.rank_batch])).item()
+        return cls(kind, known.hit, known.at(drafter.depth)[1], gain)
 
     def of_strategy(self, strategy: Strategy) -> Strategy:
         """The strategy with this round."""
         gamma, passes, depth = round_shape(self.kind)
-        if not strategy.proposals:
-            return replace(strategy, gamma=gamma)
-        return replace(strategy, gamma=gamma, proposals=depth, cascade_passes=passes * (depth > 0))
+        tiers = {"proposals": depth, "cascade_passes": passes * (depth > 0)} if strategy.proposals else {}
+        return strategy.with_terms(gamma=gamma, adaptation=self.gain, **tiers)
 
     def tokens(self, acceptance: Term) -> Term:
         """Tokens of a round, at a number or an array."""
-        return expected_tokens(self.kind, acceptance, self.hit, self.proposal_acceptance)
+        return self.gain * expected_tokens(self.kind, acceptance, self.hit, self.proposal_acceptance)
 
 
 @dataclass(frozen=True)
@@ -283,9 +287,7 @@ def predict_all(
     machine = machine or Machine.of(profile)
     contexts = {plan.workload.context for plan in plans}
     models = {context: AcceptanceModel.of_profile(function or shape, context, profile) for context in contexts}
-    rounds = [
-        Drafting.of(plan, steady_state_kind(plan, shape, machine, models[plan.workload.context])) for plan in plans
-    ]
+    rounds = [Drafting.of(plan, shape, machine, models[plan.workload.context]) for plan in plans]
     gammas = [round_shape(each.kind).gamma for each in rounds]
     known_of = cache(lambda plan, gamma: models[plan.workload.context].of(plan, gamma))  # at whatever batch
     known = [

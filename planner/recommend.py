@@ -284,7 +284,7 @@ def preference(plan: Plan) -> tuple[float, ...]:
     lost = len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
     exactness = _strictness(plan), *lost
     simplicity = (
-        int(plan.speculation.active) + int(plan.speculation.drafter.cascades),
+        int(plan.speculation.active) + int(plan.speculation.drafter.cascades) + int(plan.speculation.adaptive),
         int(plan.speculation.sparse),
         formats,
     )

@@ -14,7 +14,7 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
+from ridgeplan.planner.lowering import adaptation, rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.question import Objective, Question
 from ridgeplan.roofline.cost import Term
@@ -127,10 +127,10 @@ def question_families(question: Question, offload: bool, workload: Workload | No
 def is_searched(plan: Plan) -> bool:
     """Whether a search considers a plan: not where nothing is known of its drafts, or of its drafter on such a text.
 
-    A single new token follows the prompt, so that there is none to draft. Plans that adapt belong to fixed ones.
+    A single new token follows the prompt, so that there is none to draft. Plans that adapt gamma belong to fixed ones.
     """
-    drafter = plan.speculation.drafter
-    if plan.speculation.adaptive or (plan.speculation.active and plan.workload.new_tokens == 1):
+    drafter, adapts = plan.speculation.drafter, plan.speculation.adaptive
+    if (adapts and not drafter.cascades) or (plan.speculation.active and plan.workload.new_tokens == 1):
         return False
     known = not drafter.active or proposal_acceptance(drafter.kind, plan.workload).known
     return known and plan.speculation.selection.searched
@@ -317,17 +317,24 @@ def figures_of(
     gamma, ratio = gammas[:, :, None, None], ratios[:, None, :, None]
     contexts = np.array([workload.context for workload in workloads], dtype=float)[:, None, None, None, None]
     rank_batches = np.ceil(np.array(batches, dtype=float) / shape.parallel.data)
+    model = AcceptanceModel.of_profile(shape, 1, question.profile)
+    models = [replace(model, context=workload.context) for workload in workloads]
     terms = {  # of a single size as numbers, which are cheaper than arrays
         "context": contexts if len(contexts) > 1 else contexts.item(),
         "batch": rank_batches if len(rank_batches) > 1 else rank_batches.item(),
         "gamma": gamma,
         "draft_ratio": ratio,
-        "acceptance": _acceptance(question, templates, gammas, ratios),
+        "acceptance": _acceptance(models, templates, gammas, ratios),
     }
     if any(family.template.speculation.drafter.active for family in searched):
         rounds = [[family.round(int(each)) for each in row] for family, row in zip(searched, gammas, strict=True)]
         _, passes, depth = np.moveaxis(np.array(rounds), 2, 0)[..., None, None]
         terms |= {"proposals": depth, "cascade_passes": passes * (depth > 0)}
+    if any(family.template.speculation.adapts_to_text for family in searched):
+        terms["adaptation"] = np.array([
+            [adaptation(plan, shape, machine, model, plan.speculation.round_kind, rank_batches) for plan in row]
+            for row, model in zip(templates, models, strict=True)
+        ])[:, :, None, None]  # fmt: skip
     sized = reshaped(stack(strategies, [1] * len(strategies)), (len(workloads), *per_family)).with_terms(**terms)
     estimate = evaluate(shape, machine, sized, reshaped(stack(rates, [1] * len(rates)), per_family))
     arrays = (
@@ -344,15 +351,13 @@ def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def _acceptance(
-    question: Question, templates: Sequence[Sequence[Plan]], gammas: np.ndarray, ratios: np.ndarray
+    models: Sequence[AcceptanceModel], templates: Sequence[Sequence[Plan]], gammas: np.ndarray, ratios: np.ndarray
 ) -> np.ndarray:
     """The conditional acceptance at which every plan competes: [contexts, families, gammas, ratios, 1]."""
-    model = AcceptanceModel.of_profile(question.shape, 1, question.profile)
-    at_contexts = (replace(model, context=row[0].workload.context) for row in templates)
     grids = [
         (np.repeat(gamma, len(ratio)), np.tile(ratio, len(gamma))) for gamma, ratio in zip(gammas, ratios, strict=True)
     ]
-    acceptance = [at.competing_of_all(row, grids) for at, row in zip(at_contexts, templates, strict=True)]
+    acceptance = [at.competing_of_all(row, grids) for at, row in zip(models, templates, strict=True)]
     return np.reshape(acceptance, (len(templates), *gammas.shape, ratios.shape[1], 1))
 
 

@@ -291,7 +291,7 @@ def round_tokens(strategy: Strategy) -> Term:
     if proposes(strategy):
         tokens = where(strategy.proposing, proposed_tokens(strategy), tokens)
     flushes = maximum(minimum(strategy.target.bits, 1), strategy.target_loads)
-    return flushes * flush_capped(tokens, strategy.kv_group) + (1 - flushes) * tokens
+    return strategy.adaptation * (flushes * flush_capped(tokens, strategy.kv_group) + (1 - flushes) * tokens)
 
 
 PassRatesByKind = Mapping[str, RateTerms]

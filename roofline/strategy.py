@@ -151,6 +151,7 @@ class Strategy:
     head_window: Term = UNLIMITED_TOKENS  # latest tokens that a head reads
     head_vocab: Term = HEAD_VOCAB  # tokens that it predicts
     mtp_head_params: Term = 0  # parameters of an MTP head, a layer of the model; 0 for an EAGLE-3 head
+    adaptation: Term = 1  # times a round's tokens that rounds yield where each text has the kind that suits it
 
     def with_terms(self, **terms: Term) -> Strategy:
         """The strategy with other terms. A part's terms have its name before theirs: `draft_ratio`, `offload_budget`.

@@ -10,7 +10,8 @@ them. Every plan then continues the text once. Rows are saved one by one; a run 
 
 Several such scripts may share a GPU (gpu_turns.py).
 With --random, plain decoding and rounds that adapt continue random tokens, on which drafts are seldom accepted. With
---predict, the rows of OUTPUT are predicted again with the head's folder, which needs no GPU.
+--predict, the rows of OUTPUT are predicted and recommended again, which needs no GPU; those with a head only where its
+folder is given.
 
 A head of the small model (`ridgeplan distill --drafter --draft-vocab 32000`) is placed in the large shape as the small
 model is: its products, its cache and its 32,000 draft tokens have the sizes of a head for Llama-3.1-8B, and its
@@ -69,6 +70,7 @@ NEW_TOKENS = 256
 DEPTH, SELF_DRAFTS = 4, 3  # of suffix proposals, and without a drafter
 HEAD_DEPTH = 3  # as of the passes that were measured in vLLM
 PROMPT_BYTES = 8 << 30  # that a prefill may take
+RECOMMENDED = "recommended, "  # and a section: which row
 NOT_MEASURED = ("prefill", "peak memory", "speed-up over plain decoding")  # of plans that share a prefill
 
 
@@ -145,7 +147,7 @@ class Bench:
         needed = text[: LIKELY_CHARACTERS_PER_TOKEN * context * batch]  # to encode the rest takes seconds
         section = f"{kind} {context}x{batch}"
         self._cell(section, plans, prompt_batch(self.model.tokenizer, context, batch, needed))
-        self.file.save(f"recommended, {section}", recommended)
+        self.file.save(RECOMMENDED + section, recommended)
 
     def random_cell(self, context: int, batch: int) -> None:
         """Measures the missing rows on random tokens."""
@@ -215,6 +217,23 @@ class Bench:
         return row
 
 
+def recommend_again(results: dict[str, Any], section: str, shape: ModelShape, profile: Profile, head: str) -> None:
+    """Saves which row of a section is recommended today.
+
+    Without the head's folder, a row with the head stays where it is predicted to be faster.
+    """
+    rows = {row["row"]: row for row in results[section] if "error" not in row}
+    workload = Plan.from_dict(next(iter(rows.values()))["given"]).workload
+    ask = {"ctx": workload.context, "batch": workload.batch, "new_tokens": workload.new_tokens, "yarn": True}
+    text = {"text": section.split(" ")[0], "drafter_head": head or None}
+    best = planner.recommend(shape, profile.hardware.name, **ask, **text)
+    saved = rows[results[RECOMMENDED + section]]
+    expected_ms = next(each["predicted"] for each in saved["comparison"] if each["name"] == "tpot")
+    with_head = Plan.from_dict(saved["given"]).speculation.drafter.trained
+    if head or not with_head or best.predicted.best.tpot_ms < expected_ms:
+        results[RECOMMENDED + section] = name_of(best.plan)
+
+
 def predict_again(path: Path, profile: Profile, function: ModelShape, head: str) -> None:
     """Predicts the saved rows anew by a profile.
 
@@ -226,6 +245,8 @@ def predict_again(path: Path, profile: Profile, function: ModelShape, head: str)
     rows = [row for section in results.values() if isinstance(section, list) for row in section if "error" not in row]
     for row in rows:
         plan, figures = Plan.from_dict(row["given"]), row["measured"]
+        if plan.speculation.drafter.trained and not head:
+            continue
         workload = replace(plan.workload, drafter_head=head if plan.workload.drafter_head else "")
         kept = {each.name: figures[each.name] for each in fields(Statistics) if each.name in figures}
         statistics = Statistics(**kept, prompt_tokens=(workload.context,) * workload.batch)
@@ -236,6 +257,8 @@ def predict_again(path: Path, profile: Profile, function: ModelShape, head: str)
         for saved in row["comparison"]:
             figure = replace(predicted[saved["name"]], measured=saved["measured"])
             saved.update(predicted=figure.predicted, error=figure.error)
+    for section in [name.removeprefix(RECOMMENDED) for name in results if name.startswith(RECOMMENDED)]:
+        recommend_again(results, section, shape, profile, head)
     write_json(path, results)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import groupby
+from functools import cache, lru_cache
+from itertools import groupby, product
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from ridgeplan.planner.acceptance.drafter_rows import (
 from ridgeplan.planner.acceptance.rows import variant_name
 from ridgeplan.planner.acceptance.speculation_profile import CONFIG, head_rows, head_settings
 from ridgeplan.planner.acceptance.speculation_profile import NAME as PROFILE
+from ridgeplan.roofline.drafters import pass_tokens
 from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH, MAX_GAMMA
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Workload
 
@@ -36,6 +37,8 @@ GIVEN_DEPTH = MAX_ACCEPTANCE_LENGTH - 1  # proposals of the passes whose tokens 
 NEAR_CONTEXT = 4.0  # factor of context within which measurements are pooled
 GENERATION_POINTS = 8  # contexts of a generation at which acceptance is taken
 PRIOR_PROPOSALS = 2.0  # weight of the position before, for positions that few proposals reached
+PASSAGES = 4  # of a text, whose rounds a shipped row sums up
+SHIFTS = np.linspace(-2, 2, 41)  # of log odds, between which the mean over texts is kept
 BAND_DEVIATIONS = 1.645  # standard deviations from the best acceptance to the ends of its band, which holds 90%
 
 
@@ -166,6 +169,54 @@ def _chances(counts: np.ndarray, depth: int) -> tuple[float, np.ndarray]:
     per_token = 1 / (1 + hits * sum(reached[:depth]))
     hit = float(np.average(hits, weights=per_token))
     return hit, np.average(reached, axis=1, weights=per_token * np.maximum(hits, 1e-9))
+
+
+@lru_cache(maxsize=1024)
+def texts_of(known: ProposalAcceptance, depth: int, sequences: int) -> np.ndarray:
+    """Hits, acceptance and weights of the texts that a known acceptance is the mean of: [3, texts].
+
+    Log odds are normal around the mean (Gauss-Hermite quadrature), and passes that verify `depth` proposals yield the
+    known tokens over all texts. The last entry is the mean, without weight. sequences: that share their rounds, so that
+    their mean counts. A model without rows of its own differs from those with rows; without rows of the kind of text,
+    all texts are as the prior says.
+    """
+    between_texts, between_models = text_covariances()
+    covariance = between_texts / sequences + between_models * (known.source == "transferred")
+    nodes, weights = np.polynomial.hermite_e.hermegauss(5)
+    weight = np.outer(weights, weights).ravel() / weights.sum() ** 2
+    mean = np.clip((known.hit, known.at(depth)[1]), 1e-3, 1 - 1e-3)  # whose odds are finite
+    deviations = np.array([*product(nodes, repeat=2)]) @ np.linalg.cholesky(covariance).T * known.known
+    odds = np.log(mean / (1 - mean)) + deviations
+
+    def rates(shift: float) -> np.ndarray:
+        """At log odds of acceptance that are larger by a shift, then those of the mean: [2, texts]."""
+        return np.column_stack((1 / (1 + np.exp(-np.add(odds, (0, shift)).T)), mean))
+
+    passes = [1 / np.asarray(pass_tokens(each[0], each[1], depth)) for each in map(rates, SHIFTS)]  # of a token
+    shift = np.interp(0, [each[-1] - weight @ each[:-1] for each in passes], SHIFTS)
+    return np.vstack((rates(float(shift)), [*weight, 0.0]))
+
+
+@cache
+def text_covariances() -> tuple[np.ndarray, np.ndarray]:
+    """Of the log odds of a lookup's hits and acceptance, [2, 2]: between texts of a kind, and between models.
+
+    Shipped rows of real rounds, of one kind of text and model, differ by context and passages. What a line over log
+    context leaves, less the binomial error of their counts, is between texts; the rows' means differ between models.
+    """
+    rows = [row for row in drafter_rows() if row.kind is DrafterKind.SUFFIX and row.rounds]
+    rows.sort(key=lambda row: (row.text, row.model, row.context))
+    squares, freedom, means = np.zeros((2, 2)), 0, dict[str, list[np.ndarray]]()
+    for (text, _), group in groupby(rows, lambda row: (row.text, row.model)):
+        series = [*group]
+        rates = np.array([(row.hit, row.acceptance) for row in series])
+        counted = np.array([(row.rounds, row.counts[1 : MAX_GAMMA + 1].sum()) for row in series])
+        odds, line = np.log(rates / (1 - rates)), np.vander(np.log([row.context for row in series]), 2)
+        rest = odds - line @ np.linalg.lstsq(line, odds, rcond=None)[0]
+        squares += rest.T @ rest - (len(series) - 2) * np.diag((1 / (counted * rates * (1 - rates))).mean(axis=0))
+        freedom += len(series) - 2
+        means.setdefault(text, []).append(odds.mean(axis=0))
+    return PASSAGES * squares / freedom, np.mean([np.cov(each, rowvar=False) for each in means.values()], axis=0)
 
 
 def as_published(name: str, workload: Workload) -> ProposalAcceptance:

@@ -24,7 +24,8 @@ class DrafterRange:
     """Contexts at which a drafter pays. loses_from: tokens, in units of 1024, beyond which it never does; None if it
     does up to `last`, 0 if it does nowhere.
 
-    against: what it is compared with. assumed: of its acceptance by context, in words, if no row says it; "" otherwise.
+    against: what it is compared with; "" where rounds adapt to the text. assumed: of its acceptance by context, in
+    words, if no row says it; "" otherwise.
     """
 
     loses_from: int | None
@@ -34,6 +35,8 @@ class DrafterRange:
 
     def __str__(self) -> str:
         """In words."""
+        if not self.against:
+            return "only in rounds where it pays on the text, as texts of a kind differ too much for a fixed choice"
         rest = f" against {self.against}{self.assumed and f', {self.assumed}'}"
         if self.loses_from == 0:
             return f"loses at all contexts{rest}"
@@ -43,14 +46,17 @@ class DrafterRange:
 
 
 def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> DrafterRange | None:
-    """Where the plan's rounds beat plain decoding, and self-drafts alone in a cascade; None without a drafter.
+    """Where the plan's rounds beat plain decoding, and self-drafts alone in a cascade.
 
-    Acceptance is that of the next token at each context (`acceptance.drafters.at_context`).
+    None without a drafter. Rounds that adapt to the text use it only where it pays. Acceptance is that of the next
+    token at each context (`acceptance.drafters.at_context`).
     """
     speculation, workload = plan.speculation, plan.workload
     if not speculation.drafter.active:
         return None
     last = last_context(workload, shape)
+    if speculation.adapts_to_text:
+        return DrafterRange(None, last, "", "")
     without = range(speculation.gamma + 1) if speculation.drafter.cascades else (0,)
 
     def wins(context: int) -> bool:

@@ -136,7 +136,7 @@ def plain_words(plan: Plan) -> str:
         ]
         *most, last = filter(None, reading) if any(reading) else ["the whole model"]
         read = f"{', '.join(most)} and {last}" if most else last
-        tokens = "1 token" if speculation.gamma == 1 else f"{speculation.gamma} tokens"
+        tokens = "1 token" if speculation.gamma == 1 else f"{'up to ' * speculation.adaptive}{speculation.gamma} tokens"
         clauses.append(f"{tokens} drafted at a time from {read}, then checked in one pass")
     elif speculation.active:
         clauses.append("tokens proposed by a drafter, then checked in one pass")

@@ -79,7 +79,11 @@ def _drafting(recommendation: Recommendation) -> Iterator[tuple[str, str]]:
     predicted, rate = recommendation.predicted, recommendation.predicted.acceptance
     drafts = "1 token is" if predicted.gamma == 1 else f"{predicted.gamma} tokens are"
     checked = f"{time_text(predicted.draft_step_ms)} each, and checked in one pass of {time_text(predicted.verify_ms)}"
-    yield "drafting", f"{drafts} drafted, {checked}; a round yields {predicted.tokens_per_round:.2f} tokens on average"
+    if not recommendation.plan.speculation.adapts_to_text:  # whose rounds differ
+        yield (
+            "drafting",
+            f"{drafts} drafted, {checked}; a round yields {predicted.tokens_per_round:.2f} tokens on average",
+        )
     kept = f"{rate.best:.1%} ({rate.low:.1%} to {rate.high:.1%}) of the drafts are kept where those before them were"
     yield "acceptance", f"{kept}; {rate.source}: {rate.where}"
     if recommendation.drafter_range:

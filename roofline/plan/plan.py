@@ -434,6 +434,11 @@ class Speculation(PlanPart):
         return self.active and (self.drafter.cascades or not self.drafter.active)
 
     @property
+    def adapts_to_text(self) -> bool:
+        """Whether every round, used or not, tells how good proposals are on the text, and the next one adapts."""
+        return self.adaptive and self.drafter.kind is DrafterKind.SUFFIX
+
+    @property
     def round_kind(self) -> RoundKind:
         """The plan's largest round."""
         drafter = self.drafter

@@ -1,21 +1,28 @@
 """Plans whose gamma adapts: which gammas they have, what they are predicted to take, and where they are offered."""
 
+import random
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ridgeplan import planner
+from ridgeplan.planner import question
 from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.acceptance.drafters import proposal_acceptance, texts_of
 from ridgeplan.planner.capacity import peak_bytes
-from ridgeplan.planner.lowering import round_costs, steady_state_kind
+from ridgeplan.planner.lowering import round_costs, steady_kind
 from ridgeplan.planner.prediction import predict, predict_all
+from ridgeplan.planner.queries.maps import plan_map
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, adaptive_gammas, next_gamma
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, adaptive_gammas, next_gamma, round_shape
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
+from ridgeplan.roofline.plan.plan import DrafterKind, Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import tokens_at, tokens_per_round
+from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma
+from ridgeplan.runtime.speculation.speculator import RowResult
 
 LLAMA = load_shape("Llama-3.1-8B")
 
@@ -113,7 +120,7 @@ def test_where_drafts_do_not_pay_it_is_predicted_to_decode_plainly(h200_profile)
     """Drafts that read what the target reads are all accepted, and cost a whole step each."""
     plan = Plan(Workload("Llama-3.1-8B", "h200", 512, batch=64), speculation=Speculation(4, adaptive=True))
     model = AcceptanceModel.of_profile(LLAMA, 512, h200_profile)
-    assert steady_state_kind(plan, LLAMA, Machine.of(h200_profile), model) == 0
+    assert steady_kind(plan, LLAMA, Machine.of(h200_profile), model) == 0
     prediction = predict(plan, LLAMA, h200_profile)
     assert (prediction.gamma, prediction.tokens_per_round) == (0, 1)
     assert prediction.round_s["draft"] == 0
@@ -172,3 +179,68 @@ def test_where_a_larger_bound_does_not_fit_the_plans_own_gamma_is_the_bound(h200
     tight = recommended(h200_profile, ctx=4096, batch=32, memory_limit=(peak + larger) / 2)
     assert tight.plan == free.plan
     assert tight.adaptive.speculation == replace(free.plan.speculation, adaptive=True)
+
+
+def played(kind, proposals, accepted, drafted, generator):
+    """A round of one sequence: rates of proposals, of their acceptance and of drafts, at chance."""
+    shape = round_shape(kind)
+
+    def count(limit, rate):
+        return next((n for n in range(limit) if generator.random() >= rate), limit)
+
+    had = 4 * (generator.random() < proposals)
+    matched = count(had, accepted)
+    hits = [4 * (generator.random() < proposals) * (shape.depth > 0) for _ in range(shape.passes)]
+    drafts = min(sum(1 + count(hit, accepted) for hit in hits), shape.gamma)
+    kept = min(matched, shape.gamma) if shape.proposes_to_target else count(drafts, drafted)
+    verified = min(kept + 1, had if shape.proposes_to_target else drafts)
+    equal = min(matched, kept)
+    compared = min(equal + 1, had, kept + 1)
+    return RowResult([0] * (kept + 1), kept, verified, True, drafts, had, compared, min(equal, compared))
+
+
+@pytest.mark.parametrize("name, text", [("meta-llama/Llama-3.1-8B", "code"), ("Qwen2.5-Coder-0.5B-Instruct", "docs")])
+def test_adaptive_tiers_take_the_expected_time_over_texts(h200_profile, name, text):
+    """By simulation of the schedule that the engine has, over generations of 1,024 tokens on texts of the spread.
+
+    The second name is of a model with rows of its own, whose texts differ less.
+    """
+    workload = Workload(name, "h200", 4096, new_tokens=1024, text=text)
+    plan = preset("adaptive-cascade", workload)
+    costs, predicted = round_costs(plan, LLAMA, h200_profile), predict(plan, LLAMA, h200_profile)
+    known = proposal_acceptance(DrafterKind.SUFFIX, workload)
+    hits, accepted, weights = texts_of(known, 4, 1)
+    generator, seconds, played_weight = random.Random(0), 0.0, 0.0
+    for hit, rate, weight in zip(hits, accepted, weights, strict=True):
+        for _ in range(3 if weight > 0.01 else 0):  # the others weigh 4% in all
+            schedule, taken_s, tokens, flight = AdaptiveGamma(costs, 1024), 0.0, 0, deque()
+            while tokens < 1024:
+                while len(flight) < 2:  # rounds in flight on a GPU
+                    flight.append(schedule.next())
+                kind = flight.popleft()
+                row = played(kind, hit, rate, costs.acceptance, generator)
+                taken_s, tokens = taken_s + costs.seconds[kind], tokens + len(row.tokens)
+                schedule.add(kind, [row])
+            seconds, played_weight = seconds + weight * taken_s / tokens, played_weight + weight
+    assert 1e3 * seconds / played_weight == pytest.approx(predicted.best.tpot_ms, rel=0.03)
+
+
+@pytest.mark.parametrize("context, text, names", [
+    (4096, "code", {"adaptive-cascade"}), (32768, "docs", {"adaptive-cascade"}),
+    (4096, "prose", {"quantspec-int8", "8-bit weights + BF16+INT4 KV + 4-bit drafts on upper codes"}),
+])  # fmt: skip
+def test_adaptive_tiers_are_recommended_where_texts_differ_enough(context, text, names):
+    """By the shipped calibration."""
+    ask = {"text": text, "new_tokens": 1024}
+    answer = planner.recommend("Llama-3.1-8B", "h200", context, **ask)
+    assert answer.name in names
+    (mapped,) = plan_map(question.ask("Llama-3.1-8B", "h200", context, **ask), [context], [1]).names[0]
+    assert mapped == answer.name
+    adapting = answer.plan.speculation.adaptive
+    assert ("where it pays on the text" in answer.drafter_text) == adapting
+    if adapting:
+        assert Plan.from_json(answer.plan.to_json()) == answer.plan
+        ends = answer.predicted.low.tpot_ms, answer.predicted.best.tpot_ms, answer.predicted.high.tpot_ms
+        assert list(ends) == sorted(ends)
+        fixed = [other for other in answer.alternatives if other.rejected.startswith("slower")]
+        assert all(other.predicted.best.tpot_ms > 1.02 * answer.predicted.best.tpot_ms for other in fixed)

@@ -57,9 +57,7 @@ def test_any_term_of_a_strategy_may_be_a_symbol_and_nothing_else():
     assert (opened.draft.ratio, opened.target.bits) == (symbol("draft_ratio"), symbol("target_bits"))
     assert (opened.offload.budget, opened.eviction.chunk) == (symbol("offload_budget"), symbol("eviction_chunk"))
     assert strategy.with_terms(draft_ratio=0.5) == replace(strategy, draft=replace(strategy.draft, ratio=0.5))
-    with pytest.raises(
-        ValueError, match="'speed' is not a term of a strategy; allowed: acceptance, batch, cascade_passes"
-    ):
+    with pytest.raises(ValueError, match="'speed' is not a term of a strategy; allowed: acceptance, adaptation, batch"):
         strategy.with_terms(speed=1)
 
 

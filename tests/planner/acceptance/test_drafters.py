@@ -1,14 +1,16 @@
 """Acceptance of drafters by kind of text, and the plans with a drafter that a search considers."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ridgeplan import planner
+from ridgeplan.planner.acceptance import drafters
 from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, drafter_rows, load_drafter_rows
-from ridgeplan.planner.acceptance.drafters import _pooled, proposal_acceptance
+from ridgeplan.planner.acceptance.drafters import _pooled, proposal_acceptance, text_covariances, texts_of
 from ridgeplan.planner.acceptance.rows import rows_json
 from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, head_settings, profile_document
 from ridgeplan.planner.lowering import round_costs, strategy_of
@@ -17,7 +19,7 @@ from ridgeplan.planner.queries.drafter_range import drafter_range
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.planner.search import families
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.drafters import capped_cascade_tokens
+from ridgeplan.roofline.drafters import capped_cascade_tokens, pass_tokens
 from ridgeplan.roofline.execution import RoundShape, round_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import head_memory
@@ -301,8 +303,59 @@ def test_every_tier_is_reached_by_a_preset_that_adapts(h200_profile):
         }  # fmt: skip
         assert max(shape.gamma for shape in shapes) == plan.speculation.gamma == 15
         assert preset_name(plan) == "adaptive-cascade"
-    searched = families(Workload("Llama-3.1-8B", "h200", 4096, text="docs"), offload=False)
-    assert not any(family.template.speculation.adaptive for family in searched)
+    for text, names in (("docs", ["adaptive-cascade"]), ("", []), ("chat", [])):  # there are no rows of chats
+        searched = families(Workload("Llama-3.1-8B", "h200", 4096, text=text), offload=False)
+        assert [family.name for family in searched if family.template.speculation.adaptive] == names
+
+
+def test_the_spread_of_texts_is_what_rows_were_drawn_with(monkeypatch):
+    """Rows of 400 contexts, each the mean of four texts; a trend over contexts is no spread."""
+    generator, rows = np.random.default_rng(0), []
+    texts, models = np.array([[0.2, 0.1], [0.1, 0.6]]), np.array([[0.3, 0.4], [0.4, 1.0]])
+    for text in ("code", "docs", "prose"):
+        for model in generator.multivariate_normal([0, 0], models, 40):
+            for context in np.geomspace(1024, 1 << 17, 10).astype(int):
+                odds = generator.multivariate_normal(model, texts / 4) + 0.1 * math.log(context / 16384)
+                hit, acceptance = 1 / (1 + np.exp(-odds))
+                fields = {"context": int(context), "depth": 1, "rounds": 1 << 20, "text": text, "source": "measured"}
+                rows.append(DrafterRow(SUFFIX, "suffix lookup", f"m{model[0]}", where="w", hit=hit,
+                                       acceptance=acceptance, **fields))  # fmt: skip
+    monkeypatch.setattr(drafters, "drafter_rows", lambda: rows)
+    between_texts, between_models = text_covariances.__wrapped__()
+    assert between_texts == pytest.approx(texts, abs=0.06)
+    assert between_models == pytest.approx(models, abs=0.25)
+
+
+def test_shipped_rows_say_how_much_texts_differ():
+    """Standard deviations of log odds, as the binomial error of four texts' counts does not explain them."""
+    between_texts, between_models = text_covariances()
+    assert np.sqrt(np.diag(between_texts)) == pytest.approx([0.37, 0.78], abs=0.01)
+    assert np.sqrt(np.diag(between_models)) == pytest.approx([0.62, 1.19], abs=0.01)
+    assert 0 < between_texts[0, 1] < between_models[0, 1]  # what repeats more also repeats longer
+
+
+@pytest.mark.parametrize("depth", [1, 4, 8])
+def test_texts_have_the_tokens_of_their_mean(depth):
+    known = proposal_acceptance(SUFFIX, DOCS)
+    hits, accepted, weights = texts_of(known, depth, 1)
+    assert weights.sum() == pytest.approx(1) and weights[-1] == 0 and (weights >= 0).all()
+    assert (hits[-1], accepted[-1]) == (known.hit, known.at(depth)[1])
+    passes = weights @ [1 / pass_tokens(hit, rate, depth) for hit, rate in zip(hits, accepted, strict=True)]
+    assert 1 / passes == pytest.approx(pass_tokens(known.hit, known.at(depth)[1], depth), rel=1e-3)
+
+
+def test_texts_differ_less_in_batches_of_a_models_own_rows_and_not_at_all_without_rows():
+    def spread(workload, sequences=1):
+        known = proposal_acceptance(SUFFIX, workload)
+        _, accepted, weights = texts_of(known, 4, sequences)
+        odds = np.log(accepted / (1 - accepted))
+        return math.sqrt(weights @ (odds - weights @ odds) ** 2)
+
+    own = replace(DOCS, model="Qwen2.5-Coder-0.5B-Instruct")
+    assert spread(own) == pytest.approx(0.784, abs=0.002)
+    assert spread(own, sequences=4) == pytest.approx(spread(own) / 2)
+    assert spread(DOCS) == pytest.approx(math.hypot(0.784, 1.195), abs=0.002)
+    assert spread(replace(DOCS, text="chat")) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_cascades_proposals_are_fewer_than_its_drafts(h200_profile):
