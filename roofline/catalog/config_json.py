@@ -149,7 +149,7 @@ class _Keys(UserDict[str, Any]):
         return str(self["model_type"])
 
     def unread(self) -> list[str]:
-        """The keys that hold a value, were not read, and may matter.
+        """The keys that hold a value, were not read, and may matter; 0 and false are values, but need no layer.
 
         Raises ValueError for one that may say something of the layers.
         """
@@ -159,11 +159,12 @@ class _Keys(UserDict[str, Any]):
         ungated = next((key for key, value in self.data.items() if value is False and _GATE.search(key)), None)
         if ungated:
             raise ValueError(f"{ungated} is false; allowed: gated MLPs")
-        values = {key: value for key, value in self.data.items() if key not in self._read and value}
+        empty = (None, "", [], {})
+        values = {key: value for key, value in self.data.items() if key not in self._read and value not in empty}
         if values.get("cla_share_factor") and self.get("use_cla") is False:
             del values["cla_share_factor"]
         unread = [key for key in values if not _HARMLESS.search(key)]
-        unknown = [key for key in unread if _STRUCTURE.search(key)]
+        unknown = [key for key in unread if values[key] and _STRUCTURE.search(key)]
         if unknown:
             raise ValueError(f"{', '.join(unknown)} {'has' if len(unknown) == 1 else 'have'} no known meaning")
         return unread

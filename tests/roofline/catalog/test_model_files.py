@@ -389,6 +389,12 @@ def test_an_unknown_family_is_read_by_its_keys_with_a_note_in_every_answer(tmp_p
     assert noted == f"{shape.note}; not read: depth_multiplier, lambda_std_dev; {beside}"
 
 
+def test_a_key_of_an_unknown_family_that_is_0_or_false_is_noted_and_needs_no_layer(tmp_path: Path) -> None:
+    keys = {"norm_after": False, "num_loops": 0, "gate_logit_cap": None, "skips": []}
+    note = load_shape(str(write_config(tmp_path, model_type="odd", hidden_act="silu", **keys))).note
+    assert note.endswith("('odd'); not read: norm_after, num_loops")
+
+
 @pytest.mark.parametrize("key", ["num_kv_heads", "n_kv_heads"])
 def test_other_names_of_kv_heads(tmp_path: Path, key: str) -> None:
     shape = load_shape(str(write_config(tmp_path, model_type="odd", num_key_value_heads=None, **{key: 1})))
