@@ -79,12 +79,16 @@ def calibrate(
     if cuda:
         profile = _with_link(bench, profile)
     read = CPU_PASSES * len(samples)
-    on_progress("whole rounds", read, read + 1)
+    steps = read + 1 + 8 * len(suite.gap_shapes)  # up to 8 rounds of each
+    on_progress("launches of layers", read, steps)
     dispatched = dispatch(profile)
-    rounds = measured_rounds(dispatched, suite.gap_shapes, place)
+    rounds = []
+    for sample in measured_rounds(dispatched, suite.gap_shapes, place):
+        rounds.append(sample)
+        on_progress("whole rounds", read + len(rounds), steps)
     scales = {} if cuda else fitted_scales(dispatched, suite.gap_shapes, rounds)
     if slowed := [kind for kind, scale in scales.items() if scale < SLOWED]:
-        repeated = measure(lambda kind, *_: on_progress(f"{kind}, again", read, read + 1), kinds=slowed)
+        repeated = measure(lambda kind, *_: on_progress(f"{kind}, again", steps - 1, steps), kinds=slowed)
         faster = partial(min, key=attrgetter("seconds"))
         samples |= {kind: list(map(faster, samples[kind], of_kind)) for kind, of_kind in repeated.items()}
         _, classes = _fitted_classes(hardware, (bandwidth, compute), samples, suite, noise)
@@ -135,7 +139,7 @@ def recalibrate(
         profile = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     if place.type == "cuda":
         return _with_link(bench, profile) if LINK in kinds else profile
-    scales = fitted_scales(profile, suite.gap_shapes, measured_rounds(profile, suite.gap_shapes, place))
+    scales = fitted_scales(profile, suite.gap_shapes, [*measured_rounds(profile, suite.gap_shapes, place)])
     return with_scales(profile, {kind: scale for kind, scale in scales.items() if kind in kinds})
 
 

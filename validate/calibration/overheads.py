@@ -143,9 +143,9 @@ class Unexplained:
         return cls(*sizes, draft_s, target_s, measured.rest_s)
 
 
-def measured_rounds(profile: Profile, shapes: Sequence[ModelShape], device: torch.device) -> list[RoundSample]:
-    """Rounds of models of `shapes` on this machine."""
-    return [sample for index, shape in enumerate(shapes) for sample in _rounds(index, shape, profile, device)]
+def measured_rounds(profile: Profile, shapes: Sequence[ModelShape], device: torch.device) -> Iterator[RoundSample]:
+    """Rounds of models of `shapes` on this machine, as they are measured."""
+    return (sample for index, shape in enumerate(shapes) for sample in _rounds(index, shape, profile, device))
 
 
 def with_rounds(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:

@@ -95,7 +95,9 @@ def test_progress_is_told_in_order(calibrated: tuple[Profile, list[tuple[str, in
     message = calibrated[1]
     assert [done for _, done, _ in message] == sorted(done for _, done, _ in message)
     assert all(done < total for _, done, total in message)
-    assert len({what for what, _, _ in message}) == len(message) >= 12
+    kernels, rounds = ([what for what, *_ in message if (what == "whole rounds") is whole] for whole in (False, True))
+    assert len(set(kernels)) == len(kernels) >= 12
+    assert len(rounds) == 8  # of one shape
 
 
 def test_a_profile_predicts(profile: Profile) -> None:

@@ -57,7 +57,7 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
         )  # fmt: skip
 
     monkeypatch.setattr(overheads, "measured_round", round_of)
-    fitted = with_fitted_gaps(bare, SHAPES, measured_rounds(bare, SHAPES, torch.device("cpu")))
+    fitted = with_fitted_gaps(bare, SHAPES, [*measured_rounds(bare, SHAPES, torch.device("cpu"))])
     assert (fitted.draft_gap_s, fitted.target_gap_s, fitted.round_s) == pytest.approx((20e-6, 50e-6, 60e-6), rel=1e-3)
     workload = Workload("random", "h200", 3000, 100, 7)
     step, without = (predict(preset("autoregressive", workload), SHAPES[0], profile) for profile in (fitted, bare))
@@ -66,4 +66,4 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
 
 
 def test_without_shapes_nothing_is_measured(h200_profile: Profile) -> None:
-    assert measured_rounds(h200_profile, (), torch.device("cpu")) == []
+    assert not [*measured_rounds(h200_profile, (), torch.device("cpu"))]
