@@ -33,7 +33,7 @@ from ridgeplan.kernels.kv_cache.layout import PageTable
 
 CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
 WGMMA_CTAS_PER_SM = {24: 3, 32: 3, 64: 2}  # the same, of the query rows whose products with codes wgmma computes
-MIN_CTAS_PER_SM = 3
+MIN_CTAS_PER_SM = 3  # that there is shared memory for; short rows fill it with fewer and the next kernel's
 MIN_TILES_PER_CTA = 4  # with fewer KV tiles per CTA, fewer CTAs are resident
 MIN_GRID_FILL = 0.9  # least share of the resident CTAs that a grid fills
 MAX_CTAS = 65535  # so that the tile scheduler can use 32-bit arithmetic
@@ -155,12 +155,15 @@ class Occupancy:
         """CTAs that the device is to hold at once, and dynamic shared memory of each: padded where more would fit.
 
         tiles: KV tiles of the call, at most. What a CTA does before its first tile and after its last takes as long as
-        several tiles, so short rows want fewer CTAs.
+        several tiles, and merging grows with the splits, so short rows want fewer CTAs: of codes down to one for each
+        SM. Full precision was not timed with as few.
         """
         max_ctas = self.variant.ctas_per_sm
-        ctas = min(max_ctas, max(MIN_CTAS_PER_SM, tiles // (self.num_sms * MIN_TILES_PER_CTA)))
-        available_bytes = self.sm_bytes // ctas - RESERVED_BYTES - self.variant.static_bytes(MAX_STAGES)
-        return ctas * self.num_sms, self.shared_bytes if ctas == max_ctas else available_bytes // 16 * 16
+        fewest = 1 if self.variant.bits else MIN_CTAS_PER_SM
+        ctas = min(max_ctas, max(fewest, tiles // (self.num_sms * MIN_TILES_PER_CTA)))
+        sharing = min(max_ctas, max(MIN_CTAS_PER_SM, ctas))
+        available_bytes = self.sm_bytes // sharing - RESERVED_BYTES - self.variant.static_bytes(MAX_STAGES)
+        return ctas * self.num_sms, self.shared_bytes if sharing == max_ctas else available_bytes // 16 * 16
 
     def grid(self, kv_rows: int, row_tiles: int) -> tuple[int, int]:
         """CTAs for `kv_rows` (batch row, KV head) pairs of at most `row_tiles` KV tiles each; their shared memory.
