@@ -15,6 +15,7 @@ OWN_MAPPING_BYTES = 1 << 20  # an allocation of this size has pages of its own, 
 TRIM_BYTES = 1 << 17  # of the heap's end that are free go back; glibc's default
 RESULT_BYTES = 1 << 25  # the most that glibc takes from its heap
 KEPT_BYTES = 1 << 26
+CHUNK_BYTES = 9 << 20  # more than the temporaries of fitting, less than most weights
 WAKE_S = 0.2  # between looks at signals
 Result = TypeVar("Result")
 
@@ -51,11 +52,14 @@ def call_with_separate_heap(function: Callable[[], Result], device: torch.device
     """Returns `function()`, or raises what it raises. On a CPU it runs in a thread, to which glibc gives another heap.
 
     Conversions and fitting free many megabytes between what they keep. On the caller's heap, later temporaries of any
-    size would fill these gaps, which are then resident until the heap is trimmed. On a GPU the heap does not matter,
-    and a thread would start on the first device. A signal that interrupts the caller interrupts the function.
+    size would fill these gaps, which are then resident until the heap is trimmed: after the function. Until then the
+    heap keeps what is freed, as new pages for the function's temporaries take longer than its arithmetic. On a GPU the
+    heap does not matter, and a thread would start on the first device. A signal that interrupts the caller interrupts
+    the function.
     """
     if device.type != "cpu":
         return function()
+    _thresholds(CHUNK_BYTES, KEPT_BYTES)
     with ThreadPoolExecutor(max_workers=1) as pool:  # whose end waits until the function has cleaned up
         thread = pool.submit(threading.get_ident).result()
         running: Future[Result] | None = None
@@ -69,3 +73,5 @@ def call_with_separate_heap(function: Callable[[], Result], device: torch.device
                 raised = ctypes.py_object(type(error))
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
             raise
+        finally:
+            return_freed_memory()
