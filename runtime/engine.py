@@ -546,4 +546,5 @@ class Engine:
         return self.plan.eviction.chunk_at(self.plan.workload.context)
 
     def _destination(self, speculator: Speculator, row: int) -> Destination:
-        return Destination(speculator.cache, row, self.scorer, PromptObservers(speculator.observers))
+        observers = speculator.observers  # without any, a layer launches fewer kernels
+        return Destination(speculator.cache, row, self.scorer, PromptObservers(observers) if observers else None)

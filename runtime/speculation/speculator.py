@@ -17,7 +17,7 @@ from ridgeplan.roofline.execution import RoundKind, RoundShape, round_shape
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.policies.base import PromptObserver, TokenSelector
+from ridgeplan.runtime.policies.base import AllTokensSelector, PromptObserver, TokenSelector
 from ridgeplan.runtime.sampling import SamplingParams, all_finite
 from ridgeplan.runtime.speculation.proposer import Proposed, Proposer
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
@@ -145,11 +145,12 @@ class Speculator:
     @property
     def observers(self) -> list[PromptObserver]:
         """Whatever learns from prompts."""
-        return [*self.selectors, *([] if self.proposer is None else [self.proposer])]
+        selectors = [each for each in self.selectors if not isinstance(each, AllTokensSelector)]
+        return [*selectors, *([] if self.proposer is None else [self.proposer])]
 
     @property
     def selectors(self) -> list[TokenSelector]:
-        """The selectors that learn from prompts: the drafts', and the target's if it selects."""
+        """The drafts' selector, and the target's if it selects."""
         return [self.selector] if self.sparse_target is None else [self.selector, self.sparse_target.selector]
 
     def first(self, logits: Tensor) -> Tensor:

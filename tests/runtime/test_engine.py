@@ -186,6 +186,21 @@ def test_the_first_use_of_kernels_is_no_prefill_and_changes_nothing(tiny_model, 
     assert used.statistics.first_use_s == 0
 
 
+def test_a_prompt_that_nothing_learns_from_is_stored_at_once(tiny_model, make_plan, prompts, monkeypatch):
+    """Else every layer of it launches kernels for an observer, which take a short prompt's time."""
+    observers, fill = [], engine_module.prefill_all
+
+    def filled(decoder, weights, destinations, *others, **named):
+        observers.extend(each.observer for each in destinations)
+        return fill(decoder, weights, destinations, *others, **named)
+
+    monkeypatch.setattr(engine_module, "prefill_all", filled)
+    for name in ("autoregressive", "quantspec", "magicdec-snapkv"):
+        plan = planner.preset(name, planner.Workload("any", "here", 192, 24))
+        runtime.load(plan, tiny_model().folder).generate(prompts(150), 2)
+    assert [observer is None for observer in observers] == [True, True, False]
+
+
 def test_a_perfect_draft_accepts_everything(tiny_model, make_plan, prompts):
     plan = make_plan("bf16", 3, codes="full")
     statistics = runtime.load(plan, tiny_model().folder).generate(prompts(50), 41).statistics
