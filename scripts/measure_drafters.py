@@ -10,8 +10,8 @@ them. Every plan then continues the text once. Rows are saved one by one; a run 
 
 Several such scripts may share a GPU (gpu_turns.py).
 With --random, plain decoding and rounds that adapt continue random tokens, on which drafts are seldom accepted. With
---predict, the rows of OUTPUT are predicted and recommended again, which needs no GPU; those with a head only where its
-folder is given.
+--predict, the rows of OUTPUT are predicted and recommended again, which needs no GPU; without the head's folder those
+with a head at their measured acceptance alone.
 
 A head of the small model (`ridgeplan distill --drafter --draft-vocab 32000`) is placed in the large shape as the small
 model is: its products, its cache and its 32,000 draft tokens have the sizes of a head for Llama-3.1-8B, and its
@@ -70,6 +70,7 @@ NEW_TOKENS = 256
 DEPTH, SELF_DRAFTS = 4, 3  # of suffix proposals, and without a drafter
 HEAD_DEPTH = 3  # as of the passes that were measured in vLLM
 PROMPT_BYTES = 8 << 30  # that a prefill may take
+AT_MEASURED = "tpot at the measured acceptance"
 RECOMMENDED = "recommended, "  # and a section: which row
 NOT_MEASURED = ("prefill", "peak memory", "speed-up over plain decoding")  # of plans that share a prefill
 
@@ -245,8 +246,6 @@ def predict_again(path: Path, profile: Profile, function: ModelShape, head: str)
     rows = [row for section in results.values() if isinstance(section, list) for row in section if "error" not in row]
     for row in rows:
         plan, figures = Plan.from_dict(row["given"]), row["measured"]
-        if plan.speculation.drafter.trained and not head:
-            continue
         workload = replace(plan.workload, drafter_head=head if plan.workload.drafter_head else "")
         kept = {each.name: figures[each.name] for each in fields(Statistics) if each.name in figures}
         statistics = Statistics(**kept, prompt_tokens=(workload.context,) * workload.batch)
@@ -254,7 +253,10 @@ def predict_again(path: Path, profile: Profile, function: ModelShape, head: str)
         plan = replace(plan, workload=workload)
         compared = compare_measured(plan, shape, profile, measured, function=function)
         predicted = {each.name: each for each in compared.rows}
+        unknown = plan.speculation.drafter.trained and not head
         for saved in row["comparison"]:
+            if unknown and saved["name"] != AT_MEASURED:
+                continue
             figure = replace(predicted[saved["name"]], measured=saved["measured"])
             saved.update(predicted=figure.predicted, error=figure.error)
     for section in [name.removeprefix(RECOMMENDED) for name in results if name.startswith(RECOMMENDED)]:

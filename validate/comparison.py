@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ridgeplan.planner.acceptance.drafter_rows import acceptance_of
 from ridgeplan.planner.lowering import rates_of, strategy_of, with_kinds
 from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.resolution import this_machine
@@ -171,6 +172,8 @@ def _rows(
         drafter, proposals = plan.speculation.drafter, None
         if drafter.active:
             accepted = statistics.proposal_acceptance if drafter.cascades else statistics.acceptance
+            if drafter.cascades and not plan.speculation.adaptive:  # as of rows: what gives a pass its drafts
+                accepted = acceptance_of(statistics.drafts_per_pass, statistics.hit_rate, drafter.depth)
             proposals = statistics.hit_rate, accepted
             yield ComparisonRow("rounds with proposals", "", predicted.drafting.hit, statistics.hit_rate)
         at_measured_ms = tpot_ms_at(plan, shape, profile, statistics.acceptance, proposals)
