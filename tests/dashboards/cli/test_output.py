@@ -12,6 +12,7 @@ import pytest
 
 from ridgeplan.dashboards.cli import output
 from ridgeplan.dashboards.cli.output import echo, number, print_table, progress, runs_progress, warnings_as_notes
+from ridgeplan.roofline.catalog.validation import with_options
 from ridgeplan.roofline.plan.presets import short_name
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -65,7 +66,8 @@ def test_what_does_not_fit_the_gpu_alone_is_no_plain_success(invoke: Any) -> Non
     warning = " ".join(invoke("plan", *question).stdout.split("\n\n")[0].split())
     assert warning.startswith(answer["warning"])
     assert f"KV of {answer['predicted']['offloaded_layers']} layers" in warning
-    assert [candidate["text"] for candidate in answer["on_device"] if candidate["text"] not in warning] == []
+    texts = [with_options(candidate["text"]) for candidate in answer["on_device"]]
+    assert [text for text in texts if text not in warning] == []
     assert "Fits only with offloading: " in invoke("plan", *question).stdout
 
 
