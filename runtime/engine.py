@@ -34,7 +34,7 @@ from ridgeplan.runtime.model.prefill_layer import plan_attention
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
 from ridgeplan.runtime.policies import scorer_for, token_selector
-from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenSelector
+from ridgeplan.runtime.policies.base import SparseSelector, TokenSelector
 from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.quantization.saved import saved_weights
@@ -546,5 +546,4 @@ class Engine:
         return self.plan.eviction.chunk_at(self.plan.workload.context)
 
     def _destination(self, speculator: Speculator, row: int) -> Destination:
-        observers = speculator.observers  # without any, a layer launches fewer kernels
-        return Destination(speculator.cache, row, self.scorer, PromptObservers(observers) if observers else None)
+        return Destination(speculator.cache, row, self.scorer, speculator.observers)

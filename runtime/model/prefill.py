@@ -53,7 +53,7 @@ def prefill(
     chunk_tokens: int | None = None,
     arena: Arena | None = None,
     scorer: EvictionScorer | None = None,
-    observer: PromptObserver | None = None,
+    observers: Sequence[PromptObserver] = (),
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
@@ -62,19 +62,19 @@ def prefill(
     only a part of the prompt.
     Raises ModelError for logits that are NaN or infinite.
     """
-    logits = prefill_all(decoder, weights, [Destination(cache, row, scorer, observer)], prompt, chunk_tokens, arena)
+    logits = prefill_all(decoder, weights, [Destination(cache, row, scorer, observers)], prompt, chunk_tokens, arena)
     require_finite([bool(all_finite(logits))])
     return logits
 
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """The destination of a prompt's KV: a row of a cache, with a scorer and an observer as for `prefill`."""
+    """The destination of a prompt's KV: a row of a cache, with a scorer and observers as for `prefill`."""
 
     cache: Cache
     row: int
     scorer: EvictionScorer | None = None
-    observer: PromptObserver | None = None
+    observers: Sequence[PromptObserver] = ()
 
     @property
     def states(self) -> StateStore:
@@ -129,7 +129,7 @@ def prefill_all(
         weights.embed(text, hidden)
         buffers = replace(chunk_buffers, tokens=len(text))
         chunk = _ChunkPass(decoder, buffers, parts, start, destinations, fills, kept_layers, whole)
-        observing = [(each.observer, each.row) for each in destinations if each.observer is not None]
+        observing = [(observer, each.row) for each in destinations for observer in each.observers]
         for index, layer in enumerate(weights.layers):
             for observer, row in observing:
                 observer.observe_prompt(index, row, start, hidden[: parts.tokens])
@@ -209,8 +209,8 @@ class _PromptFill:
 
     def __init__(self, decoder: Decoder, prompt: Tensor, destination: Destination) -> None:
         self._decoder, self._prompt, self._destination = decoder, prompt, destination
-        if destination.observer is not None:
-            destination.observer.before_prefill(destination.row, prompt)
+        for observer in destination.observers:
+            observer.before_prefill(destination.row, prompt)
         evicts = min(destination.cache.config.chosen(len(prompt)), default=len(prompt)) < len(prompt)
         assert destination.scorer is not None or not evicts, "a cache of evicted prompts needs a scorer"
         self._scorer = destination.scorer if destination.scorer is not None and evicts else None
@@ -266,12 +266,12 @@ class _PromptFill:
             )
             scores = scorer.scores(layer)
             self._chosen = largest(scores, layer.budget) if evicts else None
-        if (observer := self._destination.observer) is not None:
-            observed = slice(self._tokens if self._continues else max(0, self._tokens - observer.window), self._tokens)
-            self._queries = buffers.queries[observed].clone()
+        if observers := self._destination.observers:
+            window = 0 if self._continues else max(observer.window for observer in observers)
+            self._queries = buffers.queries[max(0, self._tokens - window) : self._tokens].clone()
 
     def store(self, index: int, buffers: LayerBuffers, kept_layers: Sequence[_KeptLayer]) -> None:
-        """Stores the selected tokens and passes them to the observer, or keeps them for the next chunk."""
+        """Stores the selected tokens and passes them to the observers, or keeps them for the next chunk."""
         destination, tokens, chosen = self._destination, buffers.held + self._tokens, self._chosen
         stop = self._start + self._tokens
         if self._window(index):
@@ -279,7 +279,7 @@ class _PromptFill:
             destination.cache.store_prompt(index, destination.row, buffers.keys[:, latest], buffers.values[:, latest])
             return
         keys, values = buffers.keys[:, :tokens], buffers.values[:, :tokens]
-        if chosen is None and stop == len(self._prompt) and destination.observer is None:
+        if chosen is None and stop == len(self._prompt) and not destination.observers:
             destination.cache.store_prompt(index, destination.row, keys, values)  # all of it, and nobody asks where
             return
         positions = torch.arange(self._start, stop, dtype=torch.int32, device=keys.device)[None]
@@ -294,10 +294,9 @@ class _PromptFill:
             kept_layers[index].keep(keys, values, positions)
             return
         destination.cache.store_prompt(index, destination.row, keys, values)
-        if destination.observer is not None:
-            destination.observer.after_prefill(
-                index, destination.row, self._queries, keys, positions.long() - len(self._prompt)
-            )
+        for observer in destination.observers:
+            queries = self._queries[max(0, len(self._queries) - observer.window) :]
+            observer.after_prefill(index, destination.row, queries, keys, positions.long() - len(self._prompt))
 
     def store_rows(self, index: int, rows: Tensor, latent: int) -> None:
         """Stores a layer's latent rows [tokens, latent + rope]: latents as keys, and rotated keys as values."""

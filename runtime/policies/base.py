@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -38,26 +37,6 @@ class PromptObserver:
         tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, counted from the prompt's
         end: its last token is at -1.
         """
-
-
-class PromptObservers(PromptObserver):
-    """Passes a prompt on to several observers, each with as many queries as it asks for."""
-
-    def __init__(self, observers: Sequence[PromptObserver]) -> None:
-        self._observers = observers
-        self.window = max((observer.window for observer in observers), default=0)
-
-    def before_prefill(self, row: int, prompt: Tensor) -> None:
-        for observer in self._observers:
-            observer.before_prefill(row, prompt)
-
-    def observe_prompt(self, depth: int, row: int, start: int, stream: Tensor) -> None:
-        for observer in self._observers:
-            observer.observe_prompt(depth, row, start, stream)
-
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
-        for observer in self._observers:
-            observer.after_prefill(layer, row, queries[max(0, len(queries) - observer.window) :], keys, positions)
 
 
 class TokenSelector(PromptObserver):

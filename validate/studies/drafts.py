@@ -38,7 +38,7 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies import token_selector
-from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
+from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.policies.ranked import VerificationSelector
 from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.request import Request
@@ -348,8 +348,8 @@ def _prefilled(
     assert engine.cache is not None, "the engine is open"
     engine.cache.reset(1)
     drafters = list(_drafters(engine.cache, drafts, head))
-    observer = PromptObservers([drafter.policy for drafter in drafters])
-    return drafters, prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, observer=observer)
+    observers = [drafter.policy for drafter in drafters]
+    return drafters, prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, observers=observers)
 
 
 def _drafters(cache: Cache, drafts: Sequence[StudyDraft], head: Head | None) -> Iterator[_Drafter]:

@@ -25,7 +25,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.policies import token_selector
-from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenIndex, TokenSelector
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, TokenSelector
 from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.validate.acceptance import Passage, named_shape
@@ -215,8 +215,8 @@ def _measure(engine: Engine, head: Head | None, sizes: RetrievalSizes, ids: Sequ
     cache.reset(1)
     needs_features = head is not None and head.config.inputs == FullHead.inputs
     methods = _choosers(cache, sizes, head, features_before(engine, text) if needs_features else None)
-    observer = PromptObservers([choosers[0].policy for choosers in methods])
-    prefill(engine.decoder, engine.weights, cache, 0, text[: -sizes.tokens], observer=observer)
+    observers = [choosers[0].policy for choosers in methods]
+    prefill(engine.decoder, engine.weights, cache, 0, text[: -sizes.tokens], observers=observers)
     choosers = [chooser for method in methods for chooser in method]
     choosers += [_Chooser(MODEL, budget, methods[0][0].policy, 4) for budget in sizes.budgets]
     before = None

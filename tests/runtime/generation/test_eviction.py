@@ -129,7 +129,7 @@ def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(
 
     full, part = Observer(), Observer()
     for engine, observer in zip(engines, (full, part), strict=True):
-        prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, scorer=engine.scorer, observer=observer)
+        prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, scorer=engine.scorer, observers=[observer])
     for layer, (queries, keys, positions) in enumerate(part.seen):
         own_queries, all_keys, all_positions = full.seen[layer]
         assert all_positions.tolist() == [list(range(-100, 0))]

@@ -61,7 +61,7 @@ def test_every_policy_against_whole_matrices(policy, length, model, opened, prom
     """Logits, positions and keys of a simulation that compacts nothing: a mask hides what each layer and head lost."""
     engine, prompt, observer = opened(policy, chunk=29), torch.tensor(prompts(length)[0]), Observer()
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-    to = type(to)(engine.cache, 0, engine.scorer, observer)
+    to = type(to)(engine.cache, 0, engine.scorer, [observer])
     logits = prefill_all(engine.decoder, engine.weights, [to], prompt, evict_every=29)
     simulated = Simulation(model.reference, prompt, chunk_bounds(length, 29), policy, engine.cache.config.kept)
     torch.testing.assert_close(logits, simulated.logits(), rtol=1e-4, atol=1e-4)
@@ -82,7 +82,7 @@ def test_h2o_by_chunks_of_one_token_evicts_at_every_step(model, opened, prompts)
     engine, prompt = opened("h2o", chunk=1), torch.tensor(prompts(40)[0])
     observer = Observer()
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-    prefill_all(engine.decoder, engine.weights, [type(to)(engine.cache, 0, engine.scorer, observer)], prompt,
+    prefill_all(engine.decoder, engine.weights, [type(to)(engine.cache, 0, engine.scorer, [observer])], prompt,
                 evict_every=1)  # fmt: skip
     simulated = Simulation(model.reference, prompt, list(range(41)), "h2o", engine.cache.config.kept)
     for alive, (_, _, positions) in zip(simulated.alive, observer.seen, strict=True):
@@ -284,7 +284,7 @@ def test_codes_are_of_what_full_precision_keeps(opened, prompts):
     for kv in ("bf16", "int8", "int4x2"):
         engine, observer = opened("dapq", kv=kv, chunk=32), Observer()
         to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-        observed = type(to)(engine.cache, 0, engine.scorer, observer)
+        observed = type(to)(engine.cache, 0, engine.scorer, [observer])
         prefill_all(engine.decoder, engine.weights, [observed], ids, evict_every=32)
         seen.append(observer.seen)
     for call in seen[1:]:
@@ -298,7 +298,7 @@ def test_the_last_queries_are_the_last_chunks(opened, prompts):
     observer.window = 64
     ids = torch.tensor(prompts(95)[0])
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-    observed = type(to)(engine.cache, 0, engine.scorer, observer)
+    observed = type(to)(engine.cache, 0, engine.scorer, [observer])
     prefill_all(engine.decoder, engine.weights, [observed], ids, evict_every=10)
     assert {len(queries) for queries, _, _ in observer.seen} == {10}
     kept = [*range(-95, -91), *range(4 - BUDGET, 0)]
