@@ -155,6 +155,7 @@ def _target(
         dense, decoder = read(), Decoder(config, device)
         ends, fit_to = dense.ends(device), text
         if fit_to is None:
+            on_progress("sampling a text to fit weights to, once", 0, config.shape.layers)
             layers = dense.layers(device, keep=True)
             if device.type == "cpu":
                 fit_to = CalibrationText.sampled(decoder, ends, layers)

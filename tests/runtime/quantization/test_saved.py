@@ -39,7 +39,9 @@ def test_progress_is_told_while_weights_are_fitted_and_only_then(options, tiny_m
         engine = runtime.load(plan, folder, device="cpu", on_progress=lambda *step: steps.append(step))
     layers = engine.config.shape.layers
     assert layers > 1
-    assert steps == [("quantizing weights, once", done, layers) for done in range(layers)]
+    quantizing = [("quantizing weights, once", done, layers) for done in range(layers)]
+    sampling = [("sampling a text to fit weights to, once", 0, layers)] * ("target_bits" in options)
+    assert steps == [*sampling, *quantizing]
 
 
 def files(folder: Path) -> list[Path]:
