@@ -159,8 +159,8 @@ class _Keys(UserDict[str, Any]):
         ungated = next((key for key, value in self.data.items() if value is False and _GATE.search(key)), None)
         if ungated:
             raise ValueError(f"{ungated} is false; allowed: gated MLPs")
-        empty = (None, "", [], {})
-        values = {key: value for key, value in self.data.items() if key not in self._read and value not in empty}
+        given = {key: value for key, value in self.data.items() if value not in (None, "", [], {})}
+        values = {key: value for key, value in given.items() if key not in self._read}
         if values.get("cla_share_factor") and self.get("use_cla") is False:
             del values["cla_share_factor"]
         unread = [key for key in values if not _HARMLESS.search(key)]
