@@ -409,7 +409,8 @@ def cpu_case() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
 
 
 def test_the_launch_passes_pointers_strides_and_sizes(launches: Any) -> None:
-    """Eight (batch row, KV head) pairs of 5 groups and 4 tiles of 32 tokens: short rows, so one CTA per SM, with a third of its memory."""
+    """Eight (batch row, KV head) pairs of 5 groups and 4 tiles of 32 tokens: short rows, so one CTA per SM, with
+    a third of its memory."""
     q, keys, lengths = cpu_case()
     sinks = torch.zeros(12)
     out, calls = launched(launches, q, keys, lengths, None, sinks)
