@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from ridgeplan.dashboards.charts import results
 from ridgeplan.dashboards.charts.capacity import capacity_map
-from ridgeplan.dashboards.charts.plans import BRIEF_PLANS, alternatives
+from ridgeplan.dashboards.charts.plans import BRIEF_PLANS, first_plans
 from ridgeplan.dashboards.charts.rounds import waterfall
 from ridgeplan.dashboards.charts.style import titled
 from ridgeplan.dashboards.charts.traffic import LATENCIES, front_figure, latency_figure
@@ -33,6 +33,7 @@ STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
     "h1,p,li{overflow-wrap:anywhere}.js-plotly-plot{max-width:100%;overflow-x:auto}"
     "table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}"
+    "@media(max-width:600px){table:has(th:nth-child(5))::after{content:'Swipe the table for more columns.';color:#888}}"
     "td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
     "td.figure{text-align:right;font-variant-numeric:tabular-nums}.missed{color:#d1495b}.met{color:#2f9e6e}"
 )
@@ -104,7 +105,7 @@ def brief_page(recommendation: Recommendation, degrees: Iterable[str]) -> str:
     why = [(sentence(what), text) for what, text in reasons(recommendation)]
     first, *more = map(escape, map(with_options, (plan_sentence(recommendation), *recommendation.notes, *degrees)))
     drawn = {
-        "All plans": alternatives(recommendation),
+        "Milliseconds per token": first_plans(recommendation),
         "Where a token's time goes": waterfall(recommendation.predicted, baseline, name),
     }
     return html_page(

@@ -50,10 +50,14 @@ def alternatives(recommendation: Recommendation) -> go.Figure:
 BRIEF_PLANS, SLIDE_COLUMNS = 12, 170  # plans of a brief, and characters of a line across its picture
 
 
+def first_plans(recommendation: Recommendation) -> go.Figure:
+    """The bars of `alternatives` of a brief's plans."""
+    return alternatives(replace(recommendation, alternatives=recommendation.alternatives[: BRIEF_PLANS - 1]))
+
+
 def brief_figure(recommendation: Recommendation) -> go.Figure:
     """A slide: the verdict, the first plans as bars, and the reasons as a table."""
-    first = replace(recommendation, alternatives=recommendation.alternatives[: BRIEF_PLANS - 1])
-    figure = alternatives(first)
+    figure = first_plans(recommendation)
     names, texts = zip(*reasons(recommendation), strict=True)
     cells = {"align": "left", "fill_color": "white", "line_color": "#dddddd", "font_size": 13}
     figure.add_table(

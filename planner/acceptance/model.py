@@ -191,12 +191,14 @@ class AcceptanceModel:
         nearest = self._nearest(rows, draft, ratio)
         if nearest.draft == draft and self._is_own(nearest) and self._near(nearest, ratio):
             return nearest.source, str(nearest)
+        names = {"parameters": "a model of this size", "context": "such a context", "ratio": "such a share"}
         values = {"parameters": self.parameters, "context": self.context, "ratio": ratio}
-        beyond = [name for name, value in values.items() if not _within(value, [getattr(row, name) for row in rows])]
+        known = {name: [getattr(row, name) for row in rows] for name in names}
+        beyond = [text for name, text in names.items() if not _within(values[name], known[name])]
         models = len({variant_name(row.model) for row in rows})
         where = f"fitted to {len(rows)} rows of {draft} from {models} models, the nearest {nearest}"
         if beyond:
-            return "extrapolated", f"outside the range of all rows in {' and '.join(beyond)}; {where}"
+            return "extrapolated", f"no row has {' or '.join(beyond)}; {where}"
         return "transferred", where
 
     def _rows_with(self, draft: str) -> list[AcceptanceRow]:

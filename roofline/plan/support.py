@@ -359,8 +359,8 @@ def missing_cost_model(plan: Plan, shape: ModelShape) -> str | None:
     """Why the cost model does not cover the plan's policies or weights for this model; None if it does."""
     if plan.weights.stored and not shape.weight_bits.stored.layers:
         return (
-            f"{STORED_WEIGHTS} are planned, and {shape.name} has none that products read; allowed: GGUF files whose "
-            "matrices are of the types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, some also F16, BF16 or F32"
+            f"{STORED_WEIGHTS} need matrices that products read as stored, and {shape.name} has none; allowed: GGUF "
+            "files with the types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, some also F16, BF16 or F32"
         )
     kinds = (EVICTIONS.get(plan.eviction.policy), plan.attention.selection, plan.speculation.selection)
     unsupported = next((kind.name for kind in kinds if kind and not kind.supports_mla), None)
