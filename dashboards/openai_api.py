@@ -62,6 +62,7 @@ def refused_as(parameter: str) -> Iterator[None]:
 class ApiRequest:
     """A checked request. prompts: texts or token ids, of a completion; messages: of a chat.
 
+    max_tokens: of an answer, at most the plan's new tokens, for which the cache has room after any prompt.
     ignore_eos: tokens that end a text are tokens like any other, as benchmarks ask for.
     """
 
@@ -94,14 +95,14 @@ class ApiRequest:
             with refused_as(name):
                 sampling = replace(sampling, **{name: fields[name]})
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-        limit = fields.get(name, workload.new_tokens if chat else min(COMPLETION_TOKENS, workload.new_tokens))
+        limit = fields.get(name, workload.new_tokens if chat else COMPLETION_TOKENS)
         with refused_as(name):
-            require_whole(name, limit, 1, workload.new_tokens)
+            require_whole(name, limit, 1, None)
+        flags = (fields, "stream"), (options, "include_usage"), (fields, "ignore_eos")
+        stream, with_usage, ignore_eos = (bool(_typed(of, flag, bool, "true or false")) for of, flag in flags)
         return cls(
-            sampling, limit, _stop_words(fields.get("stop")), bool(_typed(fields, "stream", bool, "true or false")),
-            bool(_typed(options, "include_usage", bool, "true or false")),
-            bool(_typed(fields, "ignore_eos", bool, "true or false")), () if chat else _prompts(fields.get("prompt")),
-            _messages(fields.get("messages")) if chat else (),
+            sampling, min(limit, workload.new_tokens), _stop_words(fields.get("stop")), stream, with_usage, ignore_eos,
+            () if chat else _prompts(fields.get("prompt")), _messages(fields.get("messages")) if chat else (),
         )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def _object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {str(error)[:100]}; allowed: one JSON object") from error
     if not isinstance(value, dict):
-        raise ApiError(f"the body is {brief(value)}; allowed: one JSON object")
+        raise ApiError(f"the body is {'null' if value is None else brief(value)}; allowed: one JSON object")
     return {name: part for name, part in value.items() if part is not None}
 
 

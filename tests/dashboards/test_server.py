@@ -64,6 +64,15 @@ def test_a_completion_is_what_the_engine_generates(client: TestClient, engine: A
     assert several["usage"]["completion_tokens"] == 16
 
 
+@pytest.mark.parametrize("limit", [65, 4096, 10**100])
+def test_a_limit_beyond_the_plans_new_tokens_is_that_of_the_plan(client: TestClient, limit: int) -> None:
+    """As clients expect, which send one limit to every model; beside the longest prompt, too."""
+    for prompt in ("The capital", "a" * 256):
+        answer = completion(client, prompt=prompt, max_tokens=limit, ignore_eos=True).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 64
+
+
 def test_a_stream_adds_up_to_the_whole_answer(client: TestClient) -> None:
     whole = completion(client, max_tokens=12, stop=["zzz"]).json()
     response = completion(client, max_tokens=12, stop=["zzz"], stream=True, stream_options={"include_usage": True})
@@ -128,8 +137,8 @@ def test_the_next_turn_continues_the_cache(client: TestClient) -> None:
         ({"prompt": [1, "a"]}, "prompt is [1, 'a']; allowed: a text", 400),
         ({"prompt": "a" * 257}, "the length of prompt 1 is 257; allowed by the plan: up to 256", 400),
         ({"prompt": [[300]]}, "a token of prompt 1 is 300; allowed", 400),
-        ({"max_tokens": 65}, "max_tokens is 65; allowed: a whole number from 1 to 64", 400),
-        ({"max_tokens": 0}, "max_tokens is 0; allowed", 400),
+        ({"max_tokens": 0}, "max_tokens is 0; allowed: a whole number 1 or more", 400),
+        ({"max_tokens": 4096.5}, "max_tokens is 4096.5; allowed", 400),
         ({"temperature": -1}, "temperature is -1; allowed", 400),
         ({"temperature": "hot"}, "temperature is 'hot'; allowed", 400),
         ({"seed": 1.5}, "seed is 1.5; allowed", 400),
@@ -157,10 +166,11 @@ def test_bad_requests_are_refused_in_one_line(
         (b"{", {}, "the body is not JSON", 400),
         (b"[" * 100_000, {}, "the body is not JSON", 400),
         (b"[]", {}, "the body is []; allowed: one JSON object", 400),
+        (b"null", {}, "the body is null; allowed: one JSON object", 400),
         (b'"' + b"a" * (17 << 20) + b'"', {}, "the body is too large; allowed: up to 16 MiB", 413),
         (b"{}", {"content-type": "text/plain"}, "the content type is 'text/plain'; allowed: application/json", 415),
     ],
-    ids=["no JSON", "deep", "a list", "large", "another type"],
+    ids=["no JSON", "deep", "a list", "null", "large", "another type"],
 )
 def test_bad_bodies_are_refused(
     client: TestClient, content: bytes, headers: dict[str, str], words: str, status: int
