@@ -61,7 +61,7 @@ def _command(context: click.Context) -> Iterator[str]:
     yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```"
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         yield _text(paragraph)
-    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    options = [item for item in command.params if isinstance(item, click.Option) and not item.hidden]
     if options:
         yield table(("option", "value", "default", "description"), (_option(item, context) for item in options))
     lines = [line.strip() for line in (command.epilog or "").splitlines() if line.startswith("  ")]

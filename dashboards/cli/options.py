@@ -210,7 +210,7 @@ NEW_TOKENS = ("--new-tokens", "--osl", "--output-len")
 # vLLM's and SGLang's names of the same KV-cache formats.
 KV_NAMES = {
     "auto": None, "bfloat16": KVFormat.FULL, "float16": KVFormat.FULL, "int8_per_token_head": KVFormat.INT8,
-} | {form.value: form for form in KVFormat}  # fmt: skip
+} | {form.value: form for form in KVFormat} | {"fp8": KVFormat.INT8}  # fmt: skip
 
 
 def one_name(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> str | None:
@@ -261,9 +261,18 @@ quality = click.option(
     help="exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache, 4-bit "
     "also 4-bit weights, lossy also dropping tokens. Or a floor such as 'fidelity>=0.95' or 'RULER>=80'.",
 )  # fmt: skip
+
+
+def _kv_format(ctx: click.Context, param: click.Parameter, value: str) -> KVFormat | None:
+    """The format of a name. vLLM's fp8 is what INT8 becomes there (formats.toml)."""
+    if value == "fp8" and ctx.params.get("backend", Backend.VLLM) != Backend.VLLM:
+        raise click.BadParameter("'fp8' is vLLM's; allowed: with --backend vllm, or int8, which has 8 bits, too")
+    return KV_NAMES[value]
+
+
 kv_format = click.option(
     "--kv-cache-dtype", "kv_format", type=click.Choice([*KV_NAMES]), default="auto",
-    callback=lambda ctx, param, value: KV_NAMES[value], help="Consider only plans with this KV-cache format.",
+    callback=_kv_format, help="Consider only plans with this KV-cache format.",
 )  # fmt: skip
 
 
@@ -271,7 +280,7 @@ def chosen_backend(default: str | None, otherwise: str = "") -> Callable[[Comman
     """The option --backend. otherwise: what stands for a default that is None."""
     text = "Engine that will run the plan; any includes plans that no engine runs yet."
     text += f"  [default: {otherwise}]" if otherwise else ""
-    return click.option("--backend", type=click.Choice([*map(str, Backend)]), default=default, help=text)
+    return click.option("--backend", type=click.Choice([*map(str, Backend)]), default=default, help=text, is_eager=True)
 
 
 engine_profile = click.option(
@@ -289,7 +298,12 @@ parallel = combine(
     click.option("--ep/--no-ep", "--enable-expert-parallel/--no-enable-expert-parallel", "expert_parallel",
                  default=None, help="Whole experts on a GPU, or slices of all.  [default: the faster]"),
 )  # fmt: skip
-limits = combine(quality, kv_format, chosen_backend("ridgeplan"), engine_profile, parallel)
+# An option of vLLM, whose error names the option here that decides the same.
+quantization = click.option(
+    "--quantization", hidden=True, expose_value=False, callback=lambda ctx, param, value: value and param.type.fail(
+        "plans choose weights by --quality: exact keeps the checkpoint's, near-lossless also has 8 bits", param, ctx),
+)  # fmt: skip
+limits = combine(quality, quantization, kv_format, chosen_backend("ridgeplan"), engine_profile, parallel)
 only_preset = click.option("--preset", help="Consider only this preset.  [default: every plan that runs]")
 
 # What predictions rest on.

@@ -158,7 +158,9 @@ def test_recommend_refuses_bad_questions(refuses: Any, change: dict[int, object]
         ("--tp", 3, "32 query heads do not divide by tp 3; allowed: degrees that divide them"),
         ("--ep", "--json", "expert_parallel is true on one GPU; allowed: on more"),
         ("--gpus", 0, "gpus is 0; allowed: a whole number from 1 to 1024"),
-        ("--kv-cache-dtype", "fp8", "'fp8' is not one of 'auto'"),
+        ("--kv-cache-dtype", "fp16", "'fp16' is not one of 'auto'"),
+        ("--kv-cache-dtype", "fp8", "'fp8' is vLLM's; allowed: with --backend vllm, or int8, which has 8 bits, too"),
+        ("--quantization", "fp8", "plans choose weights by --quality: exact keeps the checkpoint's, near-"),
         ("--max-model-len", "8k", "--ctx and --max-model-len were both given; allowed: one of them"),
         ("--quality", "perfect", "quality is 'perfect'; allowed: exact, near-lossless, 4-bit, lossy, or a floor"),
         ("--objective", "cost", "'cost' is not one of 'latency', 'total', 'memory'"),
@@ -171,6 +173,12 @@ def test_recommend_refuses_bad_questions(refuses: Any, change: dict[int, object]
 )
 def test_recommend_refuses_bad_options(refuses: Any, option: str, value: object, words: str) -> None:
     assert words in refuses("recommend", *QUESTION, option, value)
+
+
+def test_vllms_name_of_its_8_bit_cache_is_taken_with_vllm(invoke: Any) -> None:
+    for options in (("--kv-cache-dtype", "fp8", "--backend", "vllm"), ("--backend", "vllm", "--kv-cache-dtype", "fp8")):
+        answer = as_json(invoke("recommend", *QUESTION, *options, "--json"))
+        assert answer["plan"]["kv"]["format"] == "int8"
 
 
 def test_context_far_beyond_yarn_is_refused(refuses: Any) -> None:
