@@ -126,14 +126,16 @@ def machine_profile(given: Profile | None = None) -> tuple[Profile, Path | None]
     there is one: a calibration of all cores that other programs disturbed is not kept.
     """
     threads = limit_threads()
+    reason = f"not calibrated for a thread count of {threads}" if threads else "neither calibrated nor in the catalog"
     with suppress(NotCalibrated):
         profile = given or this_machine(threads)
         other = other_threads(profile)
-        if other:
-            echo(f"note: {other}{', so predictions do not hold' if given else ''}", err=True)
+        if given and other:
+            echo(f"note: the profile is {other}, so predictions do not hold", err=True)
         if given or not other:
             return profile, None
-    echo("note: this machine is neither calibrated nor in the catalog; measuring it now, once", err=True)
+        reason = other
+    echo(f"note: this machine is {reason}; measuring it now, once", err=True)
     path = profile_path(threads)
     profile, _ = calibrate_with_progress(quick=True, target=path, allow_noisy=True)
     if threads or not profile.disturbed:  # beside programs that stay, another one would be no better
@@ -144,12 +146,12 @@ def machine_profile(given: Profile | None = None) -> tuple[Profile, Path | None]
 
 
 def other_threads(profile: Profile) -> str:
-    """What it means that a CPU's profile is of another number of threads than torch computes with; else empty."""
+    """How to say that a CPU's profile is of another number of threads than torch computes with; else empty."""
     import torch
 
     threads, measured = torch.get_num_threads(), profile.hardware.num_sms
     differs = profile.hardware.kind == "cpu" and measured != threads
-    return f"the calibration is of another number of threads, {measured}, than this process's, {threads}" * differs
+    return f"calibrated for {measured} thread{'s' * (measured != 1)}, not for this process's {threads}" * differs
 
 
 def calibrate_with_progress(
@@ -166,7 +168,7 @@ def calibrate_with_progress(
         require_writable(samples)
     base = load_profile(target) if only else None
     if base is not None and (other := other_threads(base)):
-        raise click.UsageError(f"{other}; allowed: --only with as many (OMP_NUM_THREADS sets them)")
+        raise click.UsageError(f"the profile is {other}; allowed: --only with as many (OMP_NUM_THREADS sets them)")
     from ridgeplan import validate
     from ridgeplan.validate.calibration.calibrate import merge_recalibrated
 

@@ -105,12 +105,16 @@ def test_a_machine_with_a_gpu_keeps_its_threads(statistics: Statistics, monkeypa
     assert limit_threads() is None
 
 
-def test_each_number_of_threads_has_a_calibration(statistics: Statistics, cpu_profile: Profile) -> None:
+def test_each_number_of_threads_has_a_calibration(
+    statistics: Statistics, cpu_profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_profile(cpu_profile)
     statistics(0, 0)
     assert machine_profile() == (cpu_profile, None)
     statistics(1, 0)
     measured, path = machine_profile()
+    note = "note: this machine is not calibrated for a thread count of 1; measuring it now, once\n"
+    assert note in capsys.readouterr().err
     assert measured.hardware.num_sms == 1
     assert path == profile_path(1)
     assert load_profile(path) == measured
@@ -135,11 +139,12 @@ def test_a_calibration_of_other_threads_is_not_used_silently(
     four = replace(cpu_profile, hardware=replace(cpu_profile.hardware, num_sms=4))
     save_profile(four)
     statistics(0, 0)
-    difference = "the calibration is of another number of threads, 4, than this process's, 2"
+    difference = "calibrated for 4 threads, not for this process's 2"
     assert machine_profile(four) == (four, None)
-    assert f"note: {difference}, so predictions do not hold\n" in capsys.readouterr().err
+    assert f"note: the profile is {difference}, so predictions do not hold\n" in capsys.readouterr().err
     assert machine_profile() == (cpu_profile, profile_path())
-    assert f"note: {difference}\n" in capsys.readouterr().err
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert notes == [f"note: this machine is {difference}; measuring it now, once"]
 
 
 def test_a_disturbed_calibration_is_used_and_not_kept(
@@ -175,4 +180,4 @@ def test_calibrate_saves_what_fewer_threads_reach_apart(
     assert (answer["path"], answer["profile"]["hardware"]["num_sms"]) == (str(profile_path(1)), 1)
     statistics(0, 0)
     only = ("calibrate", "--only", "linear", "--output", profile_path(1))
-    assert "threads, 1, than this process's, 2; allowed: --only with as many" in refuses(*only)
+    assert "calibrated for 1 thread, not for this process's 2; allowed: --only with as many" in refuses(*only)
