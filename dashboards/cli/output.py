@@ -182,7 +182,7 @@ def runs_progress(titles: Sequence[str], tokens: int) -> Iterator[Callable[[int,
         def advance(index: int, tokens_done: int) -> None:
             done[index] = tokens_done
             doing = "running" if tokens_done else "loading the model and the prompt of"
-            show(f"{doing} {titles[index]}", sum(done), tokens * len(titles))
+            show(f"{doing} {titles[index]}, {tokens_done} of {tokens} tokens", sum(done), tokens * len(titles))
 
         yield advance
 

@@ -211,10 +211,10 @@ def test_runs_in_turns_print_lines_of_which_is_loaded_or_runs(
         for index, tokens in ((0, 0), (0, 1), (1, 0), (1, 2)):
             advance(index, tokens)
     assert capsys.readouterr().err.splitlines() == [
-        "loading the model and the prompt of plain decoding (0 of 16)",
-        "running plain decoding (1 of 16)",
-        "loading the model and the prompt of the plan (1 of 16)",
-        "running the plan (3 of 16)",
+        "loading the model and the prompt of plain decoding, 0 of 8 tokens (0 of 16)",
+        "running plain decoding, 1 of 8 tokens (1 of 16)",
+        "loading the model and the prompt of the plan, 0 of 8 tokens (1 of 16)",
+        "running the plan, 2 of 8 tokens (3 of 16)",
     ]
 
 
