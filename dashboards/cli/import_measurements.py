@@ -62,7 +62,7 @@ def import_measurements(path: Path, profile: str | None, output: Path | None) ->
           f"{rates.spread:.0%}", str(len(samples.by_kind()[kind]))) for kind, rates in changed),
     )  # fmt: skip
     if any(len(timings) < TELLING_SAMPLES for timings in samples.by_kind().values()):
-        echo(f"fewer than {TELLING_SAMPLES} timings fit nearly exactly, so that such a class keeps its spread at least")
+        echo(f"a class with fewer than {TELLING_SAMPLES} timings keeps its former spread unless theirs is wider")
     echo(f"saved to {target}")
 
 

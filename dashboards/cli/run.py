@@ -212,12 +212,12 @@ def summary(statistics: Statistics) -> str:
         f"peak memory {'not measured' if memory is None else size_text(memory)}"
     ]
     if stats.gamma and stats.rounds:
-        flushes = f"{stats.flushes} flush{'' if stats.flushes == 1 else 'es'}"
+        flushes = f", {stats.flushes} flush{'' if stats.flushes == 1 else 'es'}" if stats.flushes else ""
         by_pass = stats.draft_passes > 0
         each = f"{1e3 * (stats.draft_s if by_pass else stats.propose_s):.3g} ms {'each' if by_pass else 'together'}"
         lines += [
             f"{stats.rounds} round{'s' * (stats.rounds != 1)} of {_drafts_text(stats)} ({each}) and a verification "
-            f"({1e3 * stats.verify_s:.3g} ms), {stats.tokens_per_round:.2f} tokens per round, {flushes}",
+            f"({1e3 * stats.verify_s:.3g} ms), {stats.tokens_per_round:.2f} tokens per round{flushes}",
             f"acceptance {stats.acceptance:.3f} (conditional), {stats.accepted_share:.3f} of all drafts",
         ]
         if stats.proposal_rounds:

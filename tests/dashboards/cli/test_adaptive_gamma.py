@@ -101,7 +101,7 @@ def test_a_summary_counts_the_rounds_of_each_gamma(rounds_at: tuple[int, ...], w
         idle_s=0.0, capture_s=0.0, peak_memory_bytes=None, rounds_at=rounds_at, drafted=18,
     )  # fmt: skip
     assert words in summary(statistics)
-    assert summary(statistics).count(" 0 flushes") == 1
+    assert "tokens per round\n" in summary(statistics)
     assert summary(replace(statistics, flushes=1)).count(" 1 flush\n") == 1
 
 
