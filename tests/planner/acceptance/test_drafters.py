@@ -351,9 +351,9 @@ def test_texts_differ_less_in_batches_of_a_models_own_rows_and_not_at_all_withou
         odds = np.log(accepted / (1 - accepted))
         return math.sqrt(weights @ (odds - weights @ odds) ** 2)
 
-    own = replace(DOCS, model="Qwen2.5-Coder-0.5B-Instruct")
-    assert spread(own) == pytest.approx(0.784, abs=0.002)
-    assert spread(own, sequences=4) == pytest.approx(spread(own) / 2)
+    with_rows = replace(DOCS, model="Qwen2.5-Coder-0.5B-Instruct")
+    assert spread(with_rows) == pytest.approx(0.784, abs=0.002)
+    assert spread(with_rows, sequences=4) == pytest.approx(spread(with_rows) / 2)
     assert spread(DOCS) == pytest.approx(math.hypot(0.784, 1.195), abs=0.002)
     assert spread(replace(DOCS, text="chat")) == pytest.approx(0, abs=1e-6)
 
