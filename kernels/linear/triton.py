@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeplan.kernels.device.cuda import has_int8_tensor_cores
 from ridgeplan.kernels.device.triton_helpers import INTERPRETED
 from ridgeplan.kernels.linear.weights import CHUNK, Int4Weight, Int8Weight
 from ridgeplan.roofline.execution import DENSE_COPY_BYTES, MAX_QUANTIZED_ROWS, TILE_OUTPUTS
 
 COPY_TILES = 4
+# Adding and subtracting this rounds a number, ties to even, as float32 then has no bits left below 1.
+ROUNDER = tl.constexpr(1.5 * 2**23)
 SUM_OUTPUTS = 512  # outputs per program that adds up splits
 
 # A word's eight codes as four pairs of bf16, minus 8: pairs of row g and row g + 8 of slot 0, then of slot 1.
@@ -64,6 +67,7 @@ class SplitKConfig:
 
 # The fastest of a sweep on an H100 over 4096 x 4096, 10240 x 8192 and 2048 x 8192 (docs/kernels/linear.md).
 FEW_ROWS = SplitKConfig(tiles=4, rows=16, max_splits=16, programs=2048, warps=1, stages=2)
+INTEGERS = SplitKConfig(tiles=4, rows=16, max_splits=16, programs=2048, warps=1, stages=4)  # of a sweep on an H200
 MANY_ROWS = SplitKConfig(tiles=4, rows=64, max_splits=8, programs=512, warps=4, stages=4)
 FLOAT32 = SplitKConfig(tiles=2, rows=16, max_splits=16, programs=512, warps=4, stages=3)  # larger ones spill registers
 
@@ -185,11 +189,125 @@ def _product_kernel(
         acc += _plane_product(x_tile, sums, packed, safe, step, tile_words, GROUP, CHUNK, TILES)
         if lower is not None:
             acc += _plane_product(x_tile, sums, lower, safe, step, tile_words, GROUP, CHUNK, TILES)
+    _store_split(acc, bias, out, split, row, rows, outputs, TILES)
+
+
+@triton.jit
+def _store_split(acc, bias, out, split, row, rows, outputs, TILES: tl.constexpr):
+    """Stores the sums acc [ROWS, 16 * TILES] of one split of the inputs, and the bias where there is one."""
     output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
     if bias is not None:
         acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     at = out + (split.to(tl.int64) * rows + row[:, None]) * outputs + output[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (output[None, :] < outputs))
+
+
+# Products on INT8 tensor cores, as csrc/integer.cuh computes them on Hopper. Unpacking to bytes takes a third of the
+# instructions of unpacking to bf16.
+
+
+@triton.jit
+def _quantize_kernel(x, planes, scales, sums, rows, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """x = scale * (upper + lower / 254) for a row and group, with signed bytes in the order of `_byte_codes`."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = group * GROUP + tl.arange(0, GROUP)
+    values = tl.load(x + row * inputs + at).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0) / 127, 1e-30)
+    steps = values / scale
+    upper = (steps + ROUNDER) - ROUNDER
+    lower = ((steps - upper) * 254 + ROUNDER) - ROUNDER
+    tl.store(planes + row * inputs + at, _byte_inputs(upper, GROUP))
+    tl.store(planes + (rows + row) * inputs + at, _byte_inputs(lower, GROUP))
+    tl.store(scales + row * (inputs // GROUP) + group, scale)
+    chunk, chunks = group * (GROUP // CHUNK) + tl.arange(0, GROUP // CHUNK), inputs // CHUNK
+    tl.store(sums + row * chunks + chunk, _chunk_sums(upper, GROUP, CHUNK))
+    tl.store(sums + (rows + row) * chunks + chunk, _chunk_sums(lower, GROUP, CHUNK))
+
+
+@triton.jit
+def _chunk_sums(values, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """Sums of each chunk of values [GROUP], int32 [GROUP / CHUNK]."""
+    return tl.sum(tl.reshape(values.to(tl.int32), (GROUP // CHUNK, CHUNK)), 1)
+
+
+@triton.jit
+def _byte_inputs(values, GROUP: tl.constexpr):
+    """values [GROUP] as bytes, from the order [piece, c, step, slot, half] to [piece, step, c, half, slot]."""
+    split = tl.reshape(values.to(tl.int8), (GROUP // 32, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(split, (0, 2, 1, 4, 3)), (GROUP,))
+
+
+@triton.jit
+def _byte_codes(
+    packed, tiles, k_tile, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+):
+    """Codes of a chunk of a K tile, int8 [16 * TILES, CHUNK], each where the tensor core's lane holds it."""
+    words = _words(packed, tiles, k_tile, tile_words, chunk, GROUP, CHUNK)
+    both = tl.join(_bytes(words & 0x0F0F0F0F), _bytes((words >> 4) & 0x0F0F0F0F))
+    split = tl.reshape(both, (TILES, 8, 4, CHUNK // 32, 2, 2, 2, 2))  # [tile, g, c, piece, step, slot, half, row half]
+    return tl.reshape(tl.permute(split, (0, 7, 1, 3, 4, 2, 6, 5)), (16 * TILES, CHUNK))
+
+
+@triton.jit
+def _bytes(words):
+    """[..., 2, 2] of 32-bit words: byte 2 j + i at [i, j]."""
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    return tl.join(tl.join(low.to(tl.int8), (low >> 8).to(tl.int8)), tl.join(high.to(tl.int8), (high >> 8).to(tl.int8)))
+
+
+@triton.jit
+def _byte_product(
+    x, x_scale, x_sum, packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+):
+    """Bytes x [2 * ROWS, CHUNK] times a chunk of one plane's tiles, scaled: float32 [2 * ROWS, 16 * TILES].
+
+    Centring codes at 8 in int32 is exact, as x_sum is: what cancels leaves no error.
+    """
+    k_tile = step * CHUNK // GROUP
+    codes = _byte_codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES)
+    product = tl.dot(x, tl.trans(codes), out_dtype=tl.int32) - 8 * x_sum[:, None]
+    scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
+    return x_scale[:, None] * (product.to(tl.float32) * scale[None, :] + x_sum.to(tl.float32)[:, None] * zero[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _integer_kernel(
+    planes,  # int8 [2, rows, inputs]: x by `_quantize_kernel`
+    scales,  # float32 [rows, inputs / GROUP]
+    sums,  # int32 [2, rows, inputs / CHUNK], of the planes
+    packed,  # as in `_product_kernel`, like all that follow
+    lower,
+    bias,
+    out,
+    rows,
+    inputs,
+    outputs,
+    output_tiles,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """All rows of x, at most ROWS, times TILES output tiles, over one of SPLITS ranges of inputs."""
+    row, plane = tl.arange(0, 2 * ROWS) % ROWS, tl.arange(0, 2 * ROWS) // ROWS
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
+    tile_words = inputs // GROUP * (2 * GROUP + 16)
+    acc = tl.zeros((2 * ROWS, 16 * TILES), tl.float32)
+    steps, split = inputs // CHUNK, tl.program_id(2)
+    x_row = (plane * rows + row).to(tl.int64)
+    unit = tl.where(plane == 0, 1.0, 1.0 / 254)
+    for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
+        columns = step * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(planes + x_row[:, None] * inputs + columns[None, :], mask=row[:, None] < rows, other=0)
+        scale = tl.load(scales + row * (inputs // GROUP) + step * CHUNK // GROUP, mask=row < rows, other=0.0) * unit
+        total = tl.load(sums + x_row * steps + step, mask=row < rows, other=0)
+        acc += _byte_product(x, scale, total, packed, safe, step, tile_words, GROUP, CHUNK, TILES)
+        if lower is not None:
+            acc += _byte_product(x, scale, total, lower, safe, step, tile_words, GROUP, CHUNK, TILES)
+    acc = tl.sum(tl.reshape(acc, (2, ROWS, 16 * TILES)), 0)
+    _store_split(acc, bias, out, split, tl.arange(0, ROWS), rows, outputs, TILES)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -233,7 +351,9 @@ def config_of(x: Tensor) -> SplitKConfig:
     """The launch parameters for x [rows, inputs]."""
     if x.dtype == torch.float32:
         return FLOAT32
-    return FEW_ROWS if len(x) <= FEW_ROWS.rows else MANY_ROWS
+    if len(x) > FEW_ROWS.rows:
+        return MANY_ROWS
+    return INTEGERS if has_int8_tensor_cores(x.device) else FEW_ROWS
 
 
 def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> Tensor:
@@ -271,8 +391,12 @@ def _product(
     """Writes the sums of each split of the inputs into out [splits, rows, outputs]."""
     packed, lower = _plane_words(weight)
     grid = (triton.cdiv(len(packed), config.tiles), triton.cdiv(len(x), config.rows), len(out))
-    _product_kernel[grid](
-        x.contiguous(),
+    if config is INTEGERS:
+        kernel, operands, rows = _integer_kernel, _quantized(x.contiguous(), weight.group), 8 if len(x) <= 8 else 16
+    else:
+        kernel, operands, rows = _product_kernel, (x.contiguous(),), config.rows
+    kernel[grid](
+        *operands,
         packed,
         lower,
         bias,
@@ -284,11 +408,23 @@ def _product(
         GROUP=weight.group,
         CHUNK=min(weight.group, CHUNK),
         TILES=config.tiles,
-        ROWS=config.rows,
+        ROWS=rows,
         SPLITS=len(out),
         num_warps=config.warps,
         num_stages=config.stages,
     )
+
+
+def _quantized(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, inputs] as `_integer_kernel` takes it: planes, scales of groups and sums of chunks."""
+    (rows, inputs), chunk = x.shape, min(group, CHUNK)
+    planes = torch.empty(2, rows, inputs, dtype=torch.int8, device=x.device)
+    scales = torch.empty(rows, inputs // group, dtype=torch.float32, device=x.device)
+    sums = torch.empty(2, rows, inputs // chunk, dtype=torch.int32, device=x.device)
+    _quantize_kernel[rows, inputs // group](
+        x, planes, scales, sums, rows, inputs, GROUP=group, CHUNK=chunk, num_warps=1
+    )
+    return planes, scales, sums
 
 
 def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tensor) -> None:
@@ -334,8 +470,6 @@ def through_copies(x: Tensor, bias: Tensor | None, out: Tensor, dequantize: Call
 # Rounding of GPTQ
 
 ROUND_OUTPUTS = 16  # per program
-# Adding and subtracting this rounds a number, ties to even, as float32 then has no bits left below 1.
-ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit

@@ -157,6 +157,23 @@ def quantized_product(bits: int, element: str, config_name: str) -> dict[str, An
     return job("linear.triton", "_product_kernel", types, constants, options)
 
 
+def integer_product(bits: int, rows: int) -> dict[str, Any]:
+    from ridgeplan.kernels.linear.triton import INTEGERS as config
+
+    types = {"planes": "*i8", "sums": "*i32", **dict.fromkeys(("scales", "out"), "*fp32"), "bias": "*bf16"}
+    types |= dict.fromkeys(("packed", "lower"), "*i32")
+    types |= dict.fromkeys(("rows", "inputs", "outputs", "output_tiles"), "i32")
+    constants = {"GROUP": 128, "CHUNK": 64, "TILES": config.tiles, "ROWS": rows, "SPLITS": config.max_splits}
+    constants |= {} if bits == 8 else {"lower": None}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return job("linear.triton", "_integer_kernel", types, constants, options)
+
+
+def quantized_rows() -> dict[str, Any]:
+    types = {"x": "*bf16", "planes": "*i8", "scales": "*fp32", "sums": "*i32", "rows": "i32", "inputs": "i32"}
+    return job("linear.triton", "_quantize_kernel", types, {"GROUP": 128, "CHUNK": 64}, {"num_warps": 1})
+
+
 def split_sum() -> dict[str, Any]:
     types = {"partial": "*fp32", "bias": "*bf16", "out": "*bf16", "total": "i32", "outputs": "i32"}
     return job("linear.triton", "_sum_kernel", types, {"SPLITS": 16, "BLOCK": 512}, {"num_warps": 4})
@@ -309,7 +326,9 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"int{bits} linear {name}": quantized_product(bits, element, name)
         for bits, element, name in products + (more_products if every else [])
     }
-    jobs |= {"split sum": split_sum(), **routing_jobs(every)}
+    jobs |= {"split sum": split_sum(), "quantized rows": quantized_rows(), **routing_jobs(every)}
+    integers = [(4, 8), (8, 16)] if every else [(4, 8)]
+    jobs |= {f"int{bits} linear of bytes, {rows} rows": integer_product(bits, rows) for bits, rows in integers}
     latent = (0, 4, 8) if every else (0, 8)
     jobs |= {f"latent attention {bits}bit": latent_attention(bits, 128 if bits == 8 else 16) for bits in latent}
     jobs["latent append"] = rotate_append()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.linear import linear_quantized
 from ridgeplan.kernels.linear import triton as kernels
-from ridgeplan.kernels.linear.triton import FEW_ROWS, FLOAT32, MANY_ROWS, SplitKConfig, config_of
+from ridgeplan.kernels.linear.triton import FEW_ROWS, FLOAT32, INTEGERS, MANY_ROWS, SplitKConfig, config_of
 from ridgeplan.kernels.linear.weights import CHUNK, Int4Weight, Int8Weight
 
 
@@ -43,7 +43,7 @@ def test_few_programs_split_the_inputs(config: SplitKConfig, outputs: int, input
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "config"),
-    [(1, torch.bfloat16, FEW_ROWS), (16, torch.float16, FEW_ROWS), (17, torch.bfloat16, MANY_ROWS),
+    [(1, torch.bfloat16, INTEGERS), (16, torch.float16, INTEGERS), (17, torch.bfloat16, MANY_ROWS),
      (1, torch.float32, FLOAT32), (64, torch.float32, FLOAT32)],
 )  # fmt: skip
 def test_programs_hold_as_many_rows_as_there_are(rows: int, dtype: torch.dtype, config: SplitKConfig) -> None:
@@ -51,7 +51,7 @@ def test_programs_hold_as_many_rows_as_there_are(rows: int, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("rows", [1, 18])
+@pytest.mark.parametrize("rows", [1, 9, 18])
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.usefixtures("poisoned_empty")
 def test_any_number_of_splits_equals_the_definition(
@@ -65,6 +65,23 @@ def test_any_number_of_splits_equals_the_definition(
     expected = x.double() @ weight.dequantize().double().T + bias.double()
     actual = linear_quantized(x, weight, bias, backend="triton")
     assert relative_error(actual, expected) < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_an_element_is_exact_to_a_share_of_its_groups_largest(rows: int, device: str) -> None:
+    """Each output is one element of x, beside outliers 3000 times as large in every second group."""
+    output, group, place = torch.arange(70), torch.arange(70) % 3, torch.arange(70) * 7 % 64
+    codes = torch.full((70, 3, 128), 8)  # weights of 0
+    codes[output, group, place] = 9
+    ones = torch.ones(70, 3, device=device)
+    x = torch.randn(rows, 3, 128, generator=torch.Generator().manual_seed(2))
+    x[:, ::2, 70] *= 3000
+    x = x.half()  # to bfloat16 the interpreter truncates
+    weight = Int4Weight.pack(codes.flatten(1).to(device), ones, torch.zeros_like(ones))
+    actual = linear_quantized(x.flatten(1).to(device), weight, backend="triton").double().cpu()
+    expected, largest = x[:, group, place].double(), x.double().abs().amax(-1)[:, group]
+    rounding = torch.finfo(x.dtype).eps / 2 * expected.abs()
+    assert ((actual - expected).abs() <= 1.01 * (largest / 64516 + rounding)).all()
 
 
 def test_sums_of_splits_stay_in_float32(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
