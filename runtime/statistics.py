@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,10 +63,11 @@ class Stopwatch:
 class Statistics:
     """Figures of one generation; a figure without data is 0.0, an unknown memory peak is None.
 
-    gamma: the most drafts of a round. rounds_at[g]: rounds of g drafts. drafted: drafts for unfinished sequences.
+    gamma: the most drafts of a round. rounds_at[g]: rounds of up to g drafts, of whichever tiers; rounds_of: the same
+    by shape, which tells self-drafts, proposals and cascades apart. drafted: drafts for unfinished sequences.
     prompt_tokens: per sequence. rounds: forward passes of the target after prefill; sequence_rounds: their sum over
     unfinished sequences. generated: tokens delivered; decoded: tokens that rounds kept, some of them past a stop token.
-    verified_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
+    verified_at[j], accepted_at[j]: how often draft j of whichever tier was compared with the target, and accepted.
     draft_s, propose_s, verify_s: medians of a pass of the self-draft, of the proposals that a verification takes, of
     that; flush_s, decode_s, prefill_s: sums, of rounds the longer of the host's wait and the device's time.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
@@ -102,6 +103,7 @@ class Statistics:
     peak_device_bytes: int | None = None
     outside_bytes: int | None = None
     rounds_at: tuple[int, ...] = ()
+    rounds_of: tuple[tuple[RoundShape, int], ...] = ()
     drafted: int = 0
     host_layers: int = 0
     moved_at: tuple[int, ...] = ()
@@ -234,6 +236,7 @@ class StatsCollector:
             peak_device_bytes=peak.device,
             outside_bytes=peak.outside,
             rounds_at=tuple(map([shape.gamma for shape in self._shapes].count, range(self._gamma + 1))),
+            rounds_of=tuple(sorted(Counter(self._shapes).items())),
             drafted=self._drafted,
             draft_passes=self._draft_passes,
             proposal_rounds=self._proposal_rounds,

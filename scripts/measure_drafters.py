@@ -43,6 +43,7 @@ from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.execution import RoundShape, round_shape
 from ridgeplan.roofline.plan.plan import (
     Drafter,
     DrafterKind,
@@ -235,6 +236,16 @@ def recommend_again(results: dict[str, Any], section: str, shape: ModelShape, pr
         results[RECOMMENDED + section] = name_of(best.plan)
 
 
+def rounds_of(plan: Plan, figures: dict[str, Any]) -> tuple[tuple[RoundShape, int], ...]:
+    """Rounds of a row by shape; of older rows, which count them by gamma, where no two shapes have the same."""
+    if "rounds_of" in figures:
+        return tuple((RoundShape(*shape), rounds) for shape, rounds in figures["rounds_of"])
+    shapes = [round_shape(kind) for kind in plan.speculation.round_kinds]
+    if len({shape.gamma for shape in shapes}) < len(shapes):
+        return ()
+    return tuple((shape, figures["rounds_at"][shape.gamma]) for shape in shapes)
+
+
 def predict_again(path: Path, profile: Profile, function: ModelShape, head: str) -> None:
     """Predicts the saved rows anew by a profile.
 
@@ -248,7 +259,8 @@ def predict_again(path: Path, profile: Profile, function: ModelShape, head: str)
         plan, figures = Plan.from_dict(row["given"]), row["measured"]
         workload = replace(plan.workload, drafter_head=head if plan.workload.drafter_head else "")
         kept = {each.name: figures[each.name] for each in fields(Statistics) if each.name in figures}
-        statistics = Statistics(**kept, prompt_tokens=(workload.context,) * workload.batch)
+        statistics = Statistics(**{**kept, "rounds_of": rounds_of(plan, figures)},
+                                prompt_tokens=(workload.context,) * workload.batch)  # fmt: skip
         measured = Measured(workload.context, workload.new_tokens, workload.batch, statistics)
         plan = replace(plan, workload=workload)
         compared = compare_measured(plan, shape, profile, measured, function=function)

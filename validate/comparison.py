@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ridgeplan.planner.acceptance.drafter_rows import acceptance_of
-from ridgeplan.planner.lowering import rates_of, strategy_of, with_kinds
+from ridgeplan.planner.lowering import rates_of, round_costs, strategy_of, with_kinds
 from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.execution import round_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.policies.dense import plain_beside
@@ -22,7 +23,7 @@ from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.validate.measure import Measured, is_busy, last_run, widest
 
 if TYPE_CHECKING:
-    from ridgeplan.runtime import Engine
+    from ridgeplan.runtime import Engine, Statistics
 
 SPEEDUP = "speed-up over plain decoding"
 _UNITS = {"ms": (1.0, "{:.2f} ms"), "bytes": (1e-9, "{:.3f} GB"), "": (1.0, "{:.3f}"), "x": (1.0, "{:.2f}x")}
@@ -146,6 +147,13 @@ def tpot_ms_at(
     return 1e3 * float(np.min(evaluate(shape, machine, strategy, rates).tpot_s))
 
 
+def tpot_ms_of_rounds(plan: Plan, shape: ModelShape, profile: Profile, statistics: Statistics) -> float:
+    """Predicted time per output token of the rounds that a plan which adapts took, at the tokens that these yielded."""
+    seconds = {round_shape(kind): each for kind, each in round_costs(plan, shape, profile).seconds.items()}
+    total_s = sum(rounds * seconds[kind] for kind, rounds in statistics.rounds_of)
+    return 1e3 * total_s / statistics.rounds / statistics.tokens_per_round
+
+
 def shape_of(plan: Plan, engine: Engine) -> ModelShape:
     """The shape of the engine's model, with the plan's name for it, which the acceptance model looks up."""
     return replace(engine.config.shape, name=plan.workload.model)
@@ -176,7 +184,10 @@ def _rows(
                 accepted = acceptance_of(statistics.drafts_per_pass, statistics.hit_rate, drafter.depth)
             proposals = statistics.hit_rate, accepted
             yield ComparisonRow("rounds with proposals", "", predicted.drafting.hit, statistics.hit_rate)
-        at_measured_ms = tpot_ms_at(plan, shape, profile, statistics.acceptance, proposals)
+        if plan.speculation.adaptive and statistics.rounds_of:
+            at_measured_ms = tpot_ms_of_rounds(plan, shape, profile, statistics)
+        else:
+            at_measured_ms = tpot_ms_at(plan, shape, profile, statistics.acceptance, proposals)
         yield ComparisonRow("tpot at the measured acceptance", "ms", at_measured_ms, measured.tpot_ms)
     peak_bytes = statistics.peak_memory_bytes
     measured_peak = None if peak_bytes is None else float(peak_bytes)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
     "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "first_use_s", "capture_s",
-    "flushes", "rounds_at", "ttft_ms", "tpot_ms", "peak_memory_bytes",
+    "flushes", "rounds_at", "rounds_of", "ttft_ms", "tpot_ms", "peak_memory_bytes",
     "host_layers", "moved_layers", "wanted_loads", "loads", "overlap",
     "propose_s", "hit_rate", "proposal_acceptance", "drafts_per_pass",
 )  # fmt: skip
@@ -238,8 +238,10 @@ def summary(statistics: Statistics) -> str:
 
 
 def _drafts_text(statistics: Statistics) -> str:
-    """`4 drafts`; with an adaptive gamma also their rounds: `0 to 6 drafts (0 in 12, 6 in 34 rounds)`."""
-    used = [(gamma, rounds) for gamma, rounds in enumerate(statistics.rounds_at) if rounds]
+    """`4 drafts`; where rounds adapt also their tiers: `0 to 10 drafts (0 in 12, 4 proposed in 34 rounds)`."""
+    used = statistics.rounds_of
     if len(used) < 2:
         return f"{statistics.gamma} draft{'s' * (statistics.gamma != 1)}"
-    return f"{used[0][0]} to {used[-1][0]} drafts ({', '.join(f'{g} in {n}' for g, n in used)} rounds)"
+    tiers = ("" if not kind.depth else " proposed" if kind.proposes_to_target else " in a cascade" for kind, _ in used)
+    rounds = ", ".join(f"{kind.gamma}{tier} in {count}" for (kind, count), tier in zip(used, tiers, strict=True))
+    return f"{used[0][0].gamma} to {used[-1][0].gamma} drafts ({rounds} rounds)"

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.execution import RoundShape
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.statistics import Statistics
@@ -97,6 +99,19 @@ def test_errors_of_acceptance_and_of_the_cost_model_are_told_apart(measured: Mea
     assert tpot_ms_at(plan, SHAPE, PROFILE, known.acceptance.best) == pytest.approx(known.best.tpot_ms)
     row = compare_measured(PLAN, SHAPE, PROFILE, measured).row("tpot at the measured acceptance")
     assert row.predicted < known.best.tpot_ms  # more drafts were accepted than is known of
+
+
+def test_rounds_that_adapt_are_predicted_as_those_that_were_taken(measured: Measured) -> None:
+    """5 plain steps, 10 rounds of 4 proposals and 5 cascades of two passes, at the tokens that were counted."""
+    workload = replace(PLAN.workload, context=1000, new_tokens=91, batch=2)
+    plan = preset("adaptive-cascade", workload)
+    seconds = round_costs(plan, SHAPE, PROFILE).seconds
+    proposed, cascade = RoundShape(4, 0, 4), RoundShape(10, 2, 4)
+    counts = ((RoundShape(0, 0, 0), 5), (proposed, 10), (cascade, 5))
+    adapted = replace(measured, statistics=replace(measured.statistics, rounds_of=counts))
+    row = compare_measured(plan, SHAPE, PROFILE, adapted).row("tpot at the measured acceptance")
+    mean_s = (5 * seconds[0] + 10 * seconds[proposed] + 5 * seconds[cascade]) / 20
+    assert row.predicted == pytest.approx(1e3 * mean_s / 4.5)
 
 
 def test_the_measured_speed_up_needs_plain_decoding(measured: Measured, statistics: Statistics) -> None:

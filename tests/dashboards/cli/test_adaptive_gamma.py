@@ -12,6 +12,7 @@ from ridgeplan.dashboards.cli.bench_decode import row_texts
 from ridgeplan.dashboards.cli.run import summary
 from ridgeplan.planner import Plan
 from ridgeplan.roofline.catalog.profile import user_acceptance_path
+from ridgeplan.roofline.execution import RoundShape
 from ridgeplan.runtime.statistics import Statistics
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -91,14 +92,19 @@ def test_a_table_tells_adaptive_gammas_from_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "rounds_at, words",
-    [((3, 0, 9), "12 rounds of 0 to 2 drafts (0 in 3, 2 in 9 rounds) ("), ((0, 0, 12), "12 rounds of 2 drafts (")],
+    "rounds_of, words",
+    [
+        ([((0, 0, 0), 3), ((2, 2, 0), 9)], "12 rounds of 0 to 2 drafts (0 in 3, 2 in 9 rounds) ("),
+        ([((2, 2, 0), 12)], "12 rounds of 2 drafts ("),
+        ([((2, 0, 2), 3), ((2, 1, 1), 2), ((2, 2, 0), 7)], "2 drafts (2 proposed in 3, 2 in a cascade in 2, 2 in 7"),
+    ],
 )
-def test_a_summary_counts_the_rounds_of_each_gamma(rounds_at: tuple[int, ...], words: str) -> None:
+def test_a_summary_counts_the_rounds_of_each_tier(rounds_of: list[Any], words: str) -> None:
+    counts = tuple((RoundShape(*shape), rounds) for shape, rounds in rounds_of)
     statistics = Statistics(
         gamma=2, prompt_tokens=(10,), rounds=12, sequence_rounds=12, generated=30, decoded=30, verified_at=(9, 9),
         accepted_at=(9, 9), flushes=0, prefill_s=0.1, draft_s=0.001, verify_s=0.001, flush_s=0.0, decode_s=0.1,
-        idle_s=0.0, capture_s=0.0, peak_memory_bytes=None, rounds_at=rounds_at, drafted=18,
+        idle_s=0.0, capture_s=0.0, peak_memory_bytes=None, rounds_of=counts, drafted=18,
     )  # fmt: skip
     assert words in summary(statistics)
     assert "tokens per round\n" in summary(statistics)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.roofline.execution import RoundShape
+from ridgeplan.roofline.execution import RoundShape, round_shape
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind
 
 NEW = 70  # with groups of 32: two flushes
@@ -62,7 +62,10 @@ def test_tiers_may_change_from_round_to_round(tiny_model, make_plan, repetitive,
     monkeypatch.setattr(
         engine, "_schedule", lambda request: SimpleNamespace(next=lambda: next(order), add=lambda kind, rows: None)
     )
-    assert engine.generate(repetitive, NEW).tokens == plain.tokens
+    generation = engine.generate(repetitive, NEW)
+    assert generation.tokens == plain.tokens
+    counts = dict(generation.statistics.rounds_of)
+    assert set(counts) == set(map(round_shape, kinds)) and sum(counts.values()) == generation.statistics.rounds
 
 
 def test_tiers_that_adapt_change_nothing(tiny_model, make_plan, repetitive, h200_profile):
@@ -75,6 +78,8 @@ def test_tiers_that_adapt_change_nothing(tiny_model, make_plan, repetitive, h200
     assert generation.tokens == plain.tokens
     figures = generation.statistics
     assert figures.hit_rate > 0 and sum(figures.rounds_at) == figures.rounds
+    assert sum(rounds for _, rounds in figures.rounds_of) == figures.rounds
+    assert {shape for shape, _ in figures.rounds_of} <= {*map(round_shape, plan.speculation.round_kinds)}
 
 
 @pytest.mark.gpu
