@@ -483,6 +483,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         cli_tables.exit_codes,
         drafter_tables.drafter_times,
         drafter_tables.drafter_summary,
+        drafter_tables.drafters_adapting,
         drafter_tables.drafters_by_context,
         cli_tables.commands,
         cli_tables.command_options,
