@@ -18,7 +18,14 @@ from ridgeplan.roofline.catalog.families import executable_architectures
 from ridgeplan.roofline.catalog.model_shape import FULL_BITS, KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
-from ridgeplan.roofline.execution import INTEGER_GROUP, RUNNING_LOSS, RoundKind, round_shape
+from ridgeplan.roofline.execution import (
+    INTEGER_GROUP,
+    PROMPT_EXPERTS_SHARE,
+    PROMPT_MXFP4_SHARE,
+    RUNNING_LOSS,
+    RoundKind,
+    round_shape,
+)
 from ridgeplan.roofline.latency import (
     STORED_LINEAR,
     Device,
@@ -122,6 +129,7 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
         dense=int(plan.weights.dense),
         head_dense=int(target_head_bits(plan) == 16 and not _head_in_blocks(plan, shape)),
         table_saved_bytes=_table_saved_bytes(plan, shape, device),
+        experts_share=_experts_share(plan, shape),
         bits=target_code_bits(plan),
         score_bytes=_score_bytes(shape, cost),
         budget=plan.attention.budget or UNLIMITED_TOKENS,
@@ -321,6 +329,11 @@ def expert_bits(plan: Plan, shape: ModelShape, *, drafting: bool = False) -> int
     if shape.weight_bits.format == KEPT_FORMAT:
         return 4
     return plan.weights.draft_bits if drafting else plan.weights.target_bits
+
+
+def _experts_share(plan: Plan, shape: ModelShape) -> float:
+    kept = shape.weight_bits.format == KEPT_FORMAT
+    return PROMPT_MXFP4_SHARE if kept else PROMPT_EXPERTS_SHARE[plan.weights.target_bits]
 
 
 def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:

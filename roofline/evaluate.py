@@ -236,12 +236,24 @@ def prefill_launches(machine: Machine, strategy: Strategy) -> Term:
 
 
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
-    """The operations of one prompt. On a GPU, quantized weights become dense copies, slab by slab, in every chunk."""
+    """The operations of one prompt.
+
+    On a GPU, quantized weights become dense copies, slab by slab, in every piece of tokens that are projected together;
+    but routed experts are read as they are, once a piece.
+    """
     copies = machine.asynchronous * (1 - strategy.target.dense) * prefill_launches(machine, strategy)
-    matrices, weights = layer_parameters(shape), (strategy.target.weight_bytes, strategy.target.head_bytes)
+    weights = strategy.target.weight_bytes, strategy.target.head_bytes
+    matrices = shape.quantized_mixer_params + shape.dense_params
     copy = Cost(read_bytes=matrices * strategy.target.weight_bytes, write_bytes=matrices * machine.element_bytes)
     chunks = strategy.prompt_chunks
     chunk_ops = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
+    if shape.is_moe:
+        pieces = maximum(chunks.tokens / prefill_chunk_tokens(machine.asynchronous), 1)
+        piece_ops = prefill_pass(shape, 1, chunks.tokens / pieces, machine.element_bytes, *weights)
+        chunk_ops = tuple(
+            replace(piece, launches=piece.launches * pieces) if piece.kind == "grouped_linear" else op
+            for op, piece in zip(chunk_ops, piece_ops, strict=True)
+        )
     sizes = chunks.tokens, chunks.held, machine.element_bytes
     chunk_ops = as_executed(shape, chunk_ops, *sizes, machine.asynchronous)
     return (
@@ -255,7 +267,7 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
     """What an eviction adds to one prompt's prefill: no launches where nothing is evicted."""
     appended, chunks = strategy.appended_tokens, strategy.prompt_chunks
     evictions = chunks.evicting * strategy.evicts
-    passes = shape.layers * evictions * minimum(appended, 1)
+    passes = evictions * minimum(appended, 1)
     matrices = layer_parameters(shape) / shape.layers
     widths = shape.hidden, shape.q_width + 2 * shape.intermediate
     products = ops.matmul(appended, *widths, matrices, strategy.target.weight_bytes, element_bytes)
@@ -270,8 +282,8 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
     held = ops.copy(chunks.held * chunks.count / maximum(chunks.count - 1, 1) * token_elements, element_bytes)
     heads = shape.kv_layers * shape.kv_heads * evictions
     return (
-        Op("appended tokens", "linear", products, passes),
-        Op("appended attention", "prefill_attention", attention, passes),
+        Op("appended tokens", "linear", products, shape.layers * passes),
+        Op("appended attention", "prefill_attention", attention, shape.kv_layers * passes),
         Op("eviction scores", "linear", scores, heads * minimum(strategy.scored_pairs, 1)),
         Op("eviction softmax", "elementwise", softmax, heads),
         Op("eviction copy", "elementwise", stored, shape.kv_layers * evictions),

@@ -29,6 +29,7 @@ from ridgeplan.roofline.drafters import (
 from ridgeplan.roofline.execution import (
     HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
+    UNTIMED_PROMPT_SPREAD,
     RoundKind,
     library_rows,
     mean_quantized_tokens,
@@ -446,19 +447,27 @@ def prefill_rates(
     """Rates of operations over many rows; the head has one row.
 
     target_linear: rates of the target's products in decode passes. A CPU multiplies by codes in prompts as well, at
-    these rates; a GPU multiplies by dense copies. Without it, all weights are dense.
+    these rates; a GPU multiplies by dense copies, except in routed experts. Without it, all weights are dense.
     """
     linear = machine.rates["prefill_linear"]
     if target_linear is not None:
         dense = maximum(machine.asynchronous, strategy.target.dense)
         linear = select_rates(dense, linear, slower_rates(linear, target_linear.at_rows(PREFILL_CHUNK_TOKENS)))
-    rates = dict.fromkeys(("linear", "grouped_linear"), linear)
+    rates = {"linear": linear, "grouped_linear": linear}
     attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks.count
+    if machine.engine is None:
+        share = where(machine.asynchronous, strategy.target.experts_share, 1)
+        rates["grouped_linear"] = _untimed(replace(linear, compute_utilization=linear.compute_utilization * share))
+        attention = _untimed(attention) if shape.is_mla else attention
     rates["prefill_attention"] = _partly_flash(attention, (chunks - 1) / chunks)  # all but the first see earlier tokens
     rates[SINKS_IN_FLASH] = _partly_flash(attention, 1)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
     unmeasured = replace(rates["elementwise"], spread=TORCH_SPREAD)
     return rates | dict.fromkeys(IN_TORCH, unmeasured)
+
+
+def _untimed(rates: RateTerms) -> RateTerms:
+    return replace(rates, spread=maximum(rates.spread, UNTIMED_PROMPT_SPREAD))
 
 
 def _partly_flash(rates: RateTerms, share: Term) -> RateTerms:

@@ -57,6 +57,7 @@ class TargetStrategy(PassStrategy):
     selects: Term = 0  # each query attends to its own selection
     selected_before_pass: Term = 0  # the selection is known before the first layer
     shared_across_layers: Term = 0  # all layers attend to the same tokens
+    experts_share: Term = 1  # of the dense library's rate that routed experts of prompts reach on a GPU
     keeps_generated: Term = 0  # selects among the prompt's tokens, and attends to all generated ones
 
 

@@ -20,16 +20,22 @@ from ridgeplan.roofline.plan.policy import AllTokens, TokenEviction, TokenSelect
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
 LAUNCH_BOUND = 1.25  # a prompt takes so many times what its kernels take where the host's launches bind it
+# What of prompts was not timed, by the operation that has it.
+UNTIMED = {
+    STATES_IN_TORCH: "recurrent states (in torch)",
+    SOFTMAX_IN_TORCH: "attention with sinks or soft caps (in torch)",
+    "routed experts": "routed experts",
+    "latent products (keys)": "attention over expanded latents",
+}
 MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
 
 
 def prompt_notes(predicted: Prediction, batch: int) -> Iterator[str]:
-    """That the time of prompts is a guess where they run in torch, and that a batch's short ones run one by one."""
-    parts = {STATES_IN_TORCH: "recurrent states", SOFTMAX_IN_TORCH: "attention with sinks or soft caps"}
-    in_torch = [parts[op.op] for op in predicted.breakdown if op.part == "prefill" and op.op in parts]
-    if in_torch:
-        named = " and ".join(dict.fromkeys(in_torch))
-        yield f"the time to the first token is a guess: prompts compute {named} in torch, which was not timed on a GPU"
+    """That the time of prompts is a guess where it was not measured, and that a batch's short ones run one by one."""
+    untimed = [UNTIMED[op.op] for op in predicted.breakdown if op.part == "prefill" and op.op in UNTIMED]
+    if untimed:
+        named = ", ".join(dict.fromkeys(untimed))
+        yield f"the time to the first token is a guess: what prompts take in {named} was not timed"
     device_ms = sum(1e3 * op.seconds for op in predicted.breakdown if op.part == "prefill")
     request_ms = predicted.best.ttft_request_ms
     if batch > 1 and request_ms >= LAUNCH_BOUND * device_ms:

@@ -146,6 +146,22 @@ def test_quantized_targets_are_copied_in_every_chunk_of_a_prompt(ideal):
         assert prefill_ops(shape, machine, none)[-1].launches == 0
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"])
+def test_experts_of_prompts_are_read_as_they_are_in_every_piece(ideal, name):
+    """Two pieces of 4096 tokens: copies of attention's projections alone, and 128 or 32 experts read twice a layer."""
+    plan, shape = preset("int8-weights", Workload(name, "h200", 8192)), load_shape(name)
+    ops = {op.name: op for op in prefill_ops(shape, ideal, strategy_of(plan, shape, ideal, 1.0))}
+    projections, expert, layers, bytes_each = {
+        "Qwen/Qwen3-30B-A3B": (2048 * (2 * 4096 + 2 * 512), 3 * 2048 * 768, 48, 1.0625),
+        "openai/gpt-oss-20b": (2880 * (2 * 4096 + 2 * 512), 3 * 2880 * 2880, 24, 0.53125),
+    }[name]
+    assert ops["dense copies"].total.bytes == pytest.approx(2 * layers * projections * (1.0625 + 2))
+    routed, rows_bytes = ops["routed experts"], 4096 * shape.hidden * 2
+    assert routed.launches == 2 * layers
+    assert routed.cost.read_bytes == pytest.approx(shape.experts * expert * bytes_each + rows_bytes)
+    assert routed.total.flops == pytest.approx(2 * 8192 * shape.experts_per_token * expert * layers)
+
+
 def test_another_acceptance_needs_no_evaluation(h200_profile):
     shape, machine = load_shape("Llama-3.1-8B"), Machine.of(h200_profile)
     plan = preset("quantspec", Workload("Llama-3.1-8B", "h200", 20000))

@@ -12,7 +12,12 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
+from ridgeplan.roofline.execution import (
+    CUDA_FUSED_SWIGLU_ROWS,
+    PROMPT_EXPERTS_SHARE,
+    PROMPT_MXFP4_SHARE,
+    UNTIMED_PROMPT_SPREAD,
+)
 from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import Op, decode_pass
 from ridgeplan.roofline.plan.plan import Plan, Speculation, Workload
@@ -25,6 +30,7 @@ from ridgeplan.roofline.round import (
     draft_rates,
     draft_terms,
     flush_seconds,
+    prefill_rates,
     round_at,
     round_rates,
     round_tokens,
@@ -453,3 +459,22 @@ def test_a_retrieval_head_projects_once_for_all_queries_of_a_verification(ideal)
         free = changed.with_terms(target_projected_params=0)
         paid_s, free_s = (target_choice_seconds(SHAPE, ideal, each, 65536) for each in (changed, free))
         assert paid_s - free_s == pytest.approx(projected_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "share"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "autoregressive", PROMPT_EXPERTS_SHARE[16]),
+        ("Qwen/Qwen3-30B-A3B", "int8-weights", PROMPT_EXPERTS_SHARE[8]),
+        ("Qwen/Qwen3-30B-A3B", "int4-weights", PROMPT_EXPERTS_SHARE[4]),
+        ("openai/gpt-oss-20b", "int8-weights", PROMPT_MXFP4_SHARE),
+    ],
+)
+def test_experts_of_prompts_reach_a_share_of_the_dense_library(ideal, model, name, share):
+    """On a GPU, where Triton's kernel serves them; a CPU multiplies by each expert as by any matrix."""
+    shape, plan = load_shape(model), preset(name, Workload(model, "h200", 8192))
+    for machine, expected in ((ideal, share), (replace(ideal, asynchronous=0), 1)):
+        rates = prefill_rates(shape, machine, strategy_of(plan, shape, machine, 1.0))
+        experts, dense = rates["grouped_linear"], rates["linear"]
+        assert experts.compute_utilization == pytest.approx(expected * dense.compute_utilization)
+        assert experts.spread >= UNTIMED_PROMPT_SPREAD > dense.spread

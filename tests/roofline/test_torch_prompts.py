@@ -85,6 +85,6 @@ def test_sinks_on_a_gpu_are_priced_at_flash_attentions_rate(h200_profile):
     for traits, name in ((shape.traits, SINKS_IN_FLASH), ((), "prefill attention")):
         plan = preset("autoregressive", Workload("gpt-oss-20b", "h200", 32768))
         predicted = predict(plan, replace(shape, traits=traits), h200_profile)
-        assert not list(prompt_notes(predicted, 1))
+        assert not any("sinks" in note for note in prompt_notes(predicted, 1))
         seconds.append(max(op.seconds for op in predicted.breakdown if op.op == name))
     assert HELD_ATTENTION_SHARE * seconds[0] == pytest.approx(seconds[1], rel=0.01)
