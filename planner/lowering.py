@@ -305,9 +305,10 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
 
 
 def used_classes(plan: Plan, shape: ModelShape) -> list[str]:
-    """The kernel classes of linear layers, attention and selection whose rates a plan's times rest on."""
+    """The kernel classes of linear layers, attention, states and selection whose rates a plan's times rest on."""
     parts = ("target", "draft") if plan.speculation.self_drafts else ("target",)
-    kinds = ("linear", "attention", "grouped_linear") if shape.is_moe else ("linear", "attention")
+    kinds = ["linear", *(["attention_mla"] if shape.is_mla else ["attention"] if shape.kv_layers else [])]
+    kinds += [*(["grouped_linear"] if shape.is_moe else []), *(["state"] if shape.states else [])]
     classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in kinds]
     return [*classes, *(kind for part in parts for kind in selection_classes(plan, shape, part))]
 

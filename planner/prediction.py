@@ -28,6 +28,7 @@ from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.support import layer_needs
 from ridgeplan.roofline.round import draft_rates, expected_tokens, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy
 
@@ -355,7 +356,7 @@ def _certainty(
         return Certainty(source, BAND_DEVIATIONS * spread, transferred_spread(prefill_spread))
     drafted = float(_at(best.round.passes * best.round.draft_s, index) / _at(best.round.total_s, index))
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
-    if not shape.weight_bits.full and shape.weight_bits.format != KEPT_FORMAT:
+    if _borrows_rates(shape):
         spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
     source = _source(plan, shape, profile, acceptance)
     if plan.speculation.active and np.any(drafted_round_s):  # fitted to few rounds, which leave half of it open
@@ -463,15 +464,22 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 
 
 def _source(plan: Plan, shape: ModelShape, profile: Profile, acceptance: Acceptance) -> str:
-    """The weakest source among linear layers, attention and, if the plan uses them, selection and acceptance."""
+    """The weakest source among the kernel classes of a pass and, if the plan uses them, selection and acceptance."""
     used = [profile.rates(kind).source for kind in used_classes(plan, shape)]
     if plan.speculation.active:
         used.append(acceptance.source)
     if plan.placement.offload and LINK_CLASSES[0] not in profile.classes:
         used.append("prior")  # the link follows its datasheet
-    if not shape.weight_bits.full:
-        used.append("prior")  # weights in the checkpoint's quantized format are costed at full-precision rates
+    if _borrows_rates(shape):
+        used.append("prior")
     return max(used, key=SOURCES.index)
+
+
+def _borrows_rates(shape: ModelShape) -> bool:
+    """Whether kernels that do not exist are costed at the rates of others: of a checkpoint's quantized weights at
+    full-precision rates, of layers that the runtime does not execute at those of the nearest that it does."""
+    bits = shape.weight_bits
+    return bool(layer_needs(shape)) or not (bits.full or bits.format == KEPT_FORMAT)
 
 
 def _at(value: Any, index: int) -> float:

@@ -113,6 +113,34 @@ def test_the_weakest_source_speaks_for_the_prediction(h200_profile, name, source
     assert predict(plan_of(name), LLAMA, with_classes(h200_profile, **classes)).source == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("openai/gpt-oss-20b", "calibrated"),  # experts in MXFP4, which the runtime reads as they are stored
+        ("Qwen/Qwen3.5-9B", "calibrated"),
+        ("deepseek-ai/DeepSeek-V2-Lite", "calibrated"),
+        ("deepseek-ai/DeepSeek-V3", "prior"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "prior"),  # Mamba-2, and experts without a gate
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "prior"),  # states that decay by channel
+        ("zai-org/GLM-5", "prior"),  # a sparse indexer
+    ],
+)  # fmt: skip
+def test_layers_without_kernels_of_their_own_rest_on_priors(model, expected):
+    (profile,) = (each for each in shipped_profiles() if each.hardware.name == "h200")
+    plan, shape = preset("autoregressive", Workload(model, "h200", 8192)), load_shape(model)
+    predicted = predict(plan, shape, profile)
+    assert predicted.source == expected
+    assert (predicted.high.tpot_ms > 1.2 * predicted.best.tpot_ms) == (expected == "prior")
+
+
+@pytest.mark.parametrize("kind", ["state", "attention_mla"])
+def test_states_and_latents_count_among_the_kernels_of_a_pass(kind):
+    (profile,) = (each for each in shipped_profiles() if each.hardware.name == "h200")
+    shape = load_shape({"state": "Qwen/Qwen3.5-9B", "attention_mla": "deepseek-ai/DeepSeek-V2-Lite"}[kind])
+    unknown = replace(profile, classes={name: rates for name, rates in profile.classes.items() if name != kind})
+    assert predict(preset("autoregressive", Workload(shape.name, "h200", 8192)), shape, unknown).source == "prior"
+
+
 def test_offloading_rests_on_a_prior(h200_profile):
     offloading = replace(plan_of("autoregressive"), placement=Placement(True, 2048))
     assert predict(offloading, LLAMA, h200_profile).source == "prior"
