@@ -495,6 +495,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         model_tables.experts_and_drafts,
         model_tables.measured_models,
         model_tables.measured_misses,
+        model_tables.measured_parts,
         offload_tables.streamed_rounds,
         parallel_tables.parallel_plans,
         parallel_tables.parallel_published,

@@ -164,6 +164,38 @@ def measured_misses(name: str) -> str:
     return f"{table(columns, lines)}\n\nOf all {len(rows)} rows {within} are within {TARGET:.0%}."
 
 
+def measured_parts(name: str) -> str:
+    """The errors of draft steps and verifications of models of true size: all in short, and those beyond TARGET."""
+    errors: dict[str, list[tuple[float, tuple[str, ...]]]] = {"draft step": [], "verification": []}
+    for model, rows in result(name).items():
+        for row in rows if "/" in model else ():
+            for kind, part in row.get("parts", {}).items():
+                if kind in errors:
+                    error = part["predicted_ms"] / part["ms"] - 1
+                    size = row["row"].partition(",")[0]
+                    cells = (
+                        model.partition("/")[2],
+                        size,
+                        _name(row["plan"]),
+                        kind,
+                        f"{part['ms']:.2f}",
+                        f"{error:+.1%}",
+                    )
+                    errors[kind].append((error, cells))
+    summaries = []
+    for kind, each in errors.items():
+        sizes = [abs(error) for error, _ in each]
+        summaries.append(
+            f"Of {len(sizes)} {kind}s {sum(size <= TARGET for size in sizes)} are within {TARGET:.0%}; "
+            f"the median is off by {median(sizes):.1%}, the worst by {max(sizes):.1%}."
+        )
+    missed = sorted(
+        (row for each in errors.values() for row in each if abs(row[0]) > TARGET), key=lambda row: -abs(row[0])
+    )
+    columns = ("model", "context x batch", "plan", "part", "measured ms", "prediction off by")
+    return f"{table(columns, [cells for _, cells in missed])}\n\n{' '.join(summaries)}"
+
+
 def _error(row: dict[str, Any]) -> float:
     return float(row["predicted_tpot_ms"] / row["tpot_ms"] - 1)
 

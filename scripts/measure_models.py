@@ -37,8 +37,8 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.plan.support import only_estimated
-from ridgeplan.validate.random_model import RandomModel, measured_round
-from ridgeplan.validate.suite.sections import case_text, rows_of
+from ridgeplan.validate.random_model import TIMED_ROUNDS, RandomModel, measured_round
+from ridgeplan.validate.suite.sections import case_text, predicted_parts, rows_of
 
 MODELS = (  # the most important first
     "Qwen/Qwen3.5-9B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "google/gemma-3-27b-it",
@@ -46,6 +46,7 @@ MODELS = (  # the most important first
 )  # fmt: skip
 CELLS = ((32_768, 1), (120_000, 1), (32_768, 8))  # context and batch
 NEW_TOKENS = 256
+GROWN = TIMED_ROUNDS["cuda"]  # tokens that sequences gained in a row that does not say, as random drafts are rejected
 
 
 def cases_of(model: RandomModel, profile: Profile) -> Iterator[tuple[str, Plan]]:
@@ -92,6 +93,7 @@ def measured(model: RandomModel, plan: Plan, profile: Profile) -> dict[str, Any]
             row.kind: {"ms": row.measured, "predicted_ms": row.predicted}
             for row in rows_of(plan, model, profile, times)
         },
+        "grown": times.grown,
         "round_ms": 1e3 * times.total_s,
         "spread": times.spread,
         **_predicted(predict(plan, model.shape, profile), 1e3 * times.total_s),
@@ -118,8 +120,7 @@ def measure(name: str, file: ResultsFile, profile: Profile, deadline: float) -> 
 def predict_again(path: Path, profile: Profile) -> None:
     """Predicts the saved rounds anew, and says which rows it leaves as they are.
 
-    It also says which best plans are not those that would be recommended by `profile`. Predictions of a round's parts
-    stay those of the day they were measured.
+    It also says which best plans are not those that would be recommended by `profile`.
     """
     results = json.loads(path.read_text(encoding="utf-8"))
     for name, rows in results.items():
@@ -132,6 +133,8 @@ def predict_again(path: Path, profile: Profile) -> None:
                 continue
             plan = Plan.from_dict(row["given"])
             row.update(_predicted(predict(plan, shape, profile), row["round_ms"]))
+            for kind, predicted_ms in predicted_parts(plan, shape, profile, row.get("grown", GROWN)).items():
+                row["parts"][kind]["predicted_ms"] = predicted_ms
             if row["row"].endswith("best") and (today := _plan("best", plan.workload, shape, profile)) != plan:
                 print(f"{name}, {row['row']}: measured {row['plan']}, recommended today {case_text(today)}")
     write_json(path, results)

@@ -40,6 +40,9 @@ KERNELS_METHOD = (
 )
 
 
+DRAFT_STEP = "draft step"
+
+
 def predicted_seconds(call: KernelCall, machine: Machine) -> float:
     """Seconds of a call by the cost model, at the rates of its class."""
     kind = call.kind if call.kind in machine.rates else call.kind.removesuffix(INTEGER)
@@ -79,14 +82,18 @@ NEW_TOKENS = 256  # more than the timed rounds can add
 
 def rows_of(plan: Plan, model: RandomModel, profile: Profile, times: RoundTimes) -> Iterator[SuiteRow]:
     """A plain step, or a draft step and a verification, in milliseconds, and the prediction for the same lengths."""
-    ran = replace(plan, workload=replace(plan.workload, new_tokens=times.grown))
-    predicted = predict(ran, model.shape, profile)
-    target_ms = predicted.target_step_ms
-    pairs = {"verification": (target_ms, times.verify_s), "draft step": (predicted.draft_step_ms, times.draft_s)}
-    if not predicted.gamma:
-        pairs = {"plain step": (target_ms, times.verify_s)}
-    for kind, (predicted_ms, seconds) in pairs.items():
+    for kind, predicted_ms in predicted_parts(plan, model.shape, profile, times.grown).items():
+        seconds = times.draft_s if kind == DRAFT_STEP else times.verify_s
         yield plan_row("steps", plan, kind, "ms", predicted_ms, 1e3 * seconds, profile.source)
+
+
+def predicted_parts(plan: Plan, shape: ModelShape, profile: Profile, grown: int) -> dict[str, float]:
+    """Milliseconds of a plain step, or of a verification and a draft step, while a sequence gains `grown` tokens."""
+    ran = replace(plan, workload=replace(plan.workload, new_tokens=grown))
+    predicted = predict(ran, shape, profile)
+    if not predicted.gamma:
+        return {"plain step": predicted.target_step_ms}
+    return {"verification": predicted.target_step_ms, DRAFT_STEP: predicted.draft_step_ms}
 
 
 def output_row(plan: Plan, model: RandomModel, profile: Profile) -> SuiteRow:
