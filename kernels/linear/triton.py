@@ -207,7 +207,7 @@ def _store_split(acc, bias, out, split, row, rows, outputs, TILES: tl.constexpr)
 
 
 @triton.jit
-def _quantize_kernel(x, planes, scales, sums, rows, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+def _planes_kernel(x, planes, scales, sums, rows, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr):
     """x = scale * (upper + lower / 254) for a row and group, with signed bytes in the order of `_byte_codes`."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = group * GROUP + tl.arange(0, GROUP)
@@ -272,7 +272,7 @@ def _byte_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def _integer_kernel(
-    planes,  # int8 [2, rows, inputs]: x by `_quantize_kernel`
+    planes,  # int8 [2, rows, inputs]: x by `_planes_kernel`
     scales,  # float32 [rows, inputs / GROUP]
     sums,  # int32 [2, rows, inputs / CHUNK], of the planes
     packed,  # as in `_product_kernel`, like all that follow
@@ -421,9 +421,7 @@ def _quantized(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     planes = torch.empty(2, rows, inputs, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, inputs // group, dtype=torch.float32, device=x.device)
     sums = torch.empty(2, rows, inputs // chunk, dtype=torch.int32, device=x.device)
-    _quantize_kernel[rows, inputs // group](
-        x, planes, scales, sums, rows, inputs, GROUP=group, CHUNK=chunk, num_warps=1
-    )
+    _planes_kernel[rows, inputs // group](x, planes, scales, sums, rows, inputs, GROUP=group, CHUNK=chunk, num_warps=1)
     return planes, scales, sums
 
 

@@ -171,7 +171,7 @@ def integer_product(bits: int, rows: int) -> dict[str, Any]:
 
 def quantized_rows() -> dict[str, Any]:
     types = {"x": "*bf16", "planes": "*i8", "scales": "*fp32", "sums": "*i32", "rows": "i32", "inputs": "i32"}
-    return job("linear.triton", "_quantize_kernel", types, {"GROUP": 128, "CHUNK": 64}, {"num_warps": 1})
+    return job("linear.triton", "_planes_kernel", types, {"GROUP": 128, "CHUNK": 64}, {"num_warps": 1})
 
 
 def split_sum() -> dict[str, Any]:

@@ -105,7 +105,7 @@ STAMP = "_record_timestamp_kernel"
 KERNELS = {
     "attention": r"attend|progressive|index_list|_((sparse|latent)_)?attention_kernel|merge|_merge_kernel",
     SELECTION: r"_(head_logits|(head_|page_)?scores|two_bit|histogram|count|write)_kernel|two_bit_(scan|choose)",
-    LINEAR: r"linear|experts|_(product|sum|copy|route|blocks|experts|activation)_kernel|"
+    LINEAR: r"linear|experts|_(product|integer|planes|sum|copy|route|blocks|experts|activation)_kernel|"
     r".*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_((rope|rotate)_append|append|tables)_kernel",
