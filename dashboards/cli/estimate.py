@@ -27,6 +27,7 @@ from ridgeplan.planner.render.text import (
     SOURCE_WORDS,
     bottleneck,
     first_token_text,
+    gamma_text,
     on_host_text,
     overhead_text,
     plain_text,
@@ -34,6 +35,7 @@ from ridgeplan.planner.render.text import (
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.planner.resolution import with_drafter_rows
+from ridgeplan.roofline.execution import round_shape
 from ridgeplan.roofline.plan.presets import describe, short_name
 from ridgeplan.roofline.plan.support import Backend, only_estimated, unsupported
 
@@ -147,8 +149,10 @@ def _print(result: PlanEstimate) -> None:
     unsupported = only_estimated(result.plan, result.shape)
     for note in (*result.notes, *_overheads(result), *([unsupported] if unsupported else [])):
         echo(wrapped(f"  note: {note}"))
-    adaptive = f"adaptive up to {speculation.gamma}" if speculation.adaptive else ""
-    rows = [(short_name(result.name), *opt.figures(predicted), adaptive),
+    gamma = f"adaptive up to {speculation.gamma}" if speculation.adaptive else ""
+    if speculation.drafter.cascades and not gamma:
+        gamma = f"gamma {gamma_text(speculation.round_kind)}"
+    rows = [(short_name(result.name), *opt.figures(predicted), gamma),
             (plain_text(result.shape), *opt.figures(result.baseline), "")]  # fmt: skip
     print_table(f"Prediction ({opt.FIGURES_NOTE})", ("plan", *opt.FIGURES, ""), rows)
     print_table(
@@ -232,11 +236,20 @@ def _time(result: PlanEstimate) -> Iterator[str]:
         f"Time: {time_text(best.tpot_ms)} per token of a request ({time_text(low.tpot_ms)} to "
         f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x {plain_text(result.shape)} ({time_text(plain_ms)})"
     )
-    yield f"  a round takes {time_text(predicted.round_ms)} and yields {predicted.tokens_per_round:.2f} tokens:"
+    kind, gain = predicted.drafting.kind, predicted.drafting.gain
+    tokens = f"takes {time_text(predicted.round_ms)} and yields {predicted.tokens_per_round / gain:.2f} tokens"
+    if plan.speculation.adapts_to_text:
+        yield f"  rounds adapt; on the mean text one settles at gamma {gamma_text(kind)}, which {tokens}:"
+    else:
+        yield f"  a round {tokens}:"
     for part, seconds in predicted.round_s.items():
         if seconds:
-            drafts = f" ({predicted.gamma} x {time_text(predicted.draft_step_ms)})" if part == "draft" else ""
+            passes = f" ({round_shape(kind).passes} x {time_text(predicted.draft_step_ms)})"
+            drafts = passes if part == "draft" else ""
             yield f"    {part:<14}{time_text(1e3 * seconds):>10} {1e5 * seconds / predicted.round_ms:3.0f}%{drafts}"
+    if plan.speculation.adapts_to_text:
+        change = f"{abs(1 / gain - 1):.1%} {'less' if gain > 1 else 'more'} time per token"
+        yield f"  as texts of a kind differ, rounds that adapt take {change} than that"
     if plan.speculation.active:
         rate = predicted.acceptance
         yield f"  acceptance {rate.best:.3f} ({rate.low:.3f} to {rate.high:.3f}), {rate.source}: {rate.where}"

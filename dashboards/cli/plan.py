@@ -23,7 +23,7 @@ from ridgeplan.planner.quality import FIDELITY, RULER
 from ridgeplan.planner.quantities import GB, probability_text, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
-from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text, plain_text
+from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text, gamma_text, plain_text
 from ridgeplan.planner.render.verdict import headline, sentence
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
@@ -64,7 +64,8 @@ def answer_lines(recommendation: Recommendation, source: str = "--all shows the 
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
     batched = workload.batch > 1
     per_request = f", {number(best.tokens_per_s / workload.batch)} each" if batched else ""
-    verdict, gamma = sentence(headline(recommendation)), f", gamma {predicted.gamma}" if predicted.gamma else ""
+    verdict = sentence(headline(recommendation))
+    gamma = f", gamma {gamma_text(predicted.drafting.kind)}" if predicted.gamma else ""
     name, used_gib = short_name(recommendation.name), best.peak_memory_bytes / GIB
     degrees = f", {workload.parallel}" if workload.parallel != SINGLE else ""
     return [

@@ -151,8 +151,11 @@ def gamma(
         (tokens_text(context), *(_text(cell) for cell in cells if cell.context == context), "")
         for context in dict.fromkeys(cell.context for cell in cells)
     ]
+    tiers = " (drafts/passes/proposals to each)" if cells[0].passes else ""
     print_table(
-        f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {batch}" for batch in batches), ""), rows
+        f"Best gamma of {preset}{tiers}, and its speed-up",
+        ("context", *(f"batch {batch}" for batch in batches), ""),
+        rows,
     )
     if not all(cell.plain_fits for cell in cells if cell.fits):
         echo(opt.PLAIN_DOES_NOT_FIT)
@@ -168,5 +171,6 @@ def _notes(question: Question, preset: str) -> Iterator[str]:
 
 
 def _text(cell: GammaCell) -> str:
-    """The gamma and its speed-up."""
-    return f"{cell.gamma} ({opt.speedup_text(cell.speedup, cell.plain_fits)})" if cell.fits else "does not fit"
+    """The gamma, with a cascade's passes and depth, and the speed-up."""
+    gamma = f"{cell.gamma}/{cell.passes}/{cell.depth}" if cell.passes else f"{cell.gamma}"
+    return f"{gamma} ({opt.speedup_text(cell.speedup, cell.plain_fits)})" if cell.fits else "does not fit"

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
-from ridgeplan.planner.lowering import estimate_kinds
+from ridgeplan.planner.prediction import predict_question
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import penalize_unmeasured_rates, ranked
 from ridgeplan.planner.search import family_of, named_plan, search
@@ -30,14 +29,15 @@ class GammaCell:
     """The gamma with the least time per token that fits at one size, and its speed-up over plain decoding.
 
     If none fits, it is the fastest of all gammas. plan: the one whose gammas these are. plain_fits: whether plain
-    decoding does.
+    decoding does. passes, depth: of a cascade's rounds, the self-draft's passes and the proposals to each; else 0.
     """
 
     plan: str
-
     context: int
     batch: int
     gamma: int
+    passes: int
+    depth: int
     tpot_ms: float
     speedup: float
     fits: bool
@@ -85,24 +85,23 @@ def _fitting(question: Question) -> str:
 
 def _cell(question: Question, preset: str) -> GammaCell:
     workload = question.workload
-    model = AcceptanceModel.of_profile(question.shape, workload.context, question.profile)
     family = family_of(preset, named_plan(preset, workload))
-    plans = [family.plan(gamma, family.template.speculation.ratio) for gamma in family.gammas]
-    plain, *drafting = (
-        estimate_kinds(plan, question.shape, question.machine, model, (plan.speculation.round_kind,))
-        for plan in (autoregressive(workload), *plans)
-    )
-    fits = np.array([np.all(each.memory.peak <= question.memory_limit_bytes) for each in drafting])
-    times = np.array([np.ravel(each.tpot_s)[0] for each in drafting])
-    best = int(np.argmin(np.where(fits | ~fits.any(), times, np.inf)))
-    tpot_s = float(times[best])
+    ratio = family.template.speculation.ratio
+    plans = [family.plan(gamma, ratio, depth) for gamma, depth in product(family.gammas, family.depths)]
+    plain, *drafting = (each.best for each in predict_question([autoregressive(workload), *plans], question))
+    fits = np.array([each.peak_memory_bytes for each in drafting]) <= question.memory_limit_bytes
+    best = int(np.argmin(np.where(fits | ~fits.any(), [each.tpot_ms for each in drafting], np.inf)))
+    tpot_ms, speculation = drafting[best].tpot_ms, plans[best].speculation
+    drafter = speculation.drafter
     return GammaCell(
         plan=preset,
         context=workload.context,
         batch=workload.batch,
-        gamma=family.gammas[best],
-        tpot_ms=1e3 * tpot_s,
-        speedup=float(plain.tpot_s[0]) / tpot_s,
+        gamma=speculation.gamma,
+        passes=drafter.passes,
+        depth=drafter.depth * drafter.cascades,
+        tpot_ms=tpot_ms,
+        speedup=plain.tpot_ms / tpot_ms,
         fits=bool(fits[best]),
-        plain_fits=bool(plain.memory.peak <= question.memory_limit_bytes),
+        plain_fits=plain.peak_memory_bytes <= question.memory_limit_bytes,
     )

@@ -102,7 +102,7 @@ class PlanMap(Figures):
         family, at = self.families[self.index[row, column]], (row, column)
         parallel = family.template.workload.parallel
         workload = replace(self.workloads[row], batch=self.batches[column], parallel=parallel)
-        return plan_at(family, workload, self.gamma[at], self.ratio[at], self.memory_limit_bytes)
+        return plan_at(family, workload, self.gamma[at], self.ratio[at], self.depth[at], self.memory_limit_bytes)
 
     def replaced(self, other: PlanMap, where: np.ndarray) -> PlanMap:
         """The map with the plans of another one, of the same sizes, at those of a mask."""
@@ -170,7 +170,9 @@ def _fitting(where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]) -> 
         return fits, []
     part, (rows, columns) = grid.around(where)
     place = np.ix_(rows, columns)
-    smallest = [replace(family, gammas=family.gammas[:1], ratios=family.ratios[:1]) for family in searched]
+    smallest = [
+        replace(each, gammas=each.gammas[:1], ratios=each.ratios[:1], depths=each.depths[:1]) for each in searched
+    ]
     fitting = _figures(part, smallest).best_of_families.fits & where[place][:, None]
     fits[place] = fitting.any(axis=1)
     return fits, [family for family, fit in zip(searched, fitting.any(axis=(0, 2)), strict=True) if fit]
@@ -235,12 +237,12 @@ def _narrowed(grid: _SizeGrid, searched: Sequence[Family]) -> list[Family]:
     near &= score <= NEAR_FASTEST * score.min(axis=(1, 2), keepdims=True)
     smallest = figures.peak_bytes == figures.peak_bytes.min(axis=(1, 2), keepdims=True)
     kept = (near | smallest).any(axis=(0, 3))
-    gammas, ratios = figures.gamma[0, :, :, 0].astype(int), figures.ratio[0, :, :, 0]
-    return [
-        replace(family, gammas=tuple(np.unique(gamma[near]).tolist()), ratios=tuple(np.unique(ratio[near]).tolist()))
-        for family, gamma, ratio, near in zip(searched, gammas, ratios, kept, strict=True)
-        if near.any()
-    ]
+    axes = {"gammas": figures.gamma.astype(int), "ratios": figures.ratio, "depths": figures.depth.astype(int)}
+
+    def kept_of(place: int) -> dict[str, Any]:
+        return {name: tuple(np.unique(each[0, place, kept[place], 0]).tolist()) for name, each in axes.items()}
+
+    return [replace(each, **kept_of(place)) for place, each in enumerate(searched) if kept[place].any()]
 
 
 def _places(length: int) -> list[int]:

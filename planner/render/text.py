@@ -14,6 +14,7 @@ from ridgeplan.planner.quantities import size_text, time_text
 from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.passes import SOFTMAX_IN_TORCH, STATES_IN_TORCH, WINDOWED_ATTENTION, category
 from ridgeplan.roofline.plan.plan import DraftCodes, Plan, PlanError, TextKind, Workload
 from ridgeplan.roofline.plan.policy import AllTokens, TokenEviction, TokenSelection
@@ -147,6 +148,12 @@ def plain_words(plan: Plan) -> str:
     elif speculation.active:
         clauses.append("tokens proposed by a drafter, then checked in one pass")
     return "; ".join(filter(None, clauses)) or "plain decoding"
+
+
+def gamma_text(kind: RoundKind) -> str:
+    """Drafts of a round, and of a cascade the passes that draft them and proposals to each: `3 in 2 passes over 1`."""
+    gamma, passes, depth = round_shape(kind)
+    return f"{gamma} in {passes} pass{'es' * (passes > 1)} over {depth}" if passes and depth else f"{gamma}"
 
 
 SOURCE_WORDS = {

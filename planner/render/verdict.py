@@ -9,7 +9,7 @@ from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.quantities import probability_text, size_text, time_text
 from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, plain_text, plain_words
-from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, round_shape
 from ridgeplan.roofline.plan.support import Backend
 
 if TYPE_CHECKING:
@@ -77,12 +77,15 @@ def reasons(recommendation: Recommendation) -> Iterator[tuple[str, str]]:
 def _drafting(recommendation: Recommendation) -> Iterator[tuple[str, str]]:
     """The arithmetic of a round, how often drafts are kept, where the drafter pays, and what adapts."""
     predicted, rate = recommendation.predicted, recommendation.predicted.acceptance
-    drafts = "1 token is" if predicted.gamma == 1 else f"{predicted.gamma} tokens are"
-    checked = f"{time_text(predicted.draft_step_ms)} each, and checked in one pass of {time_text(predicted.verify_ms)}"
+    gamma, passes, depth = round_shape(predicted.drafting.kind)
+    drafts = "1 token is" if gamma == 1 else f"{gamma} tokens are"
+    how = f" in {passes} passes over {depth} proposals" if passes and depth else ""
+    each = f"{how}, {time_text(predicted.draft_step_ms)} each" if passes else ""
     if not recommendation.plan.speculation.adapts_to_text:  # whose rounds differ
         yield (
             "drafting",
-            f"{drafts} drafted, {checked}; a round yields {predicted.tokens_per_round:.2f} tokens on average",
+            f"{drafts} drafted{each}, and checked in one pass of {time_text(predicted.verify_ms)}; "
+            f"a round yields {predicted.tokens_per_round:.2f} tokens on average",
         )
     kept = f"{rate.best:.1%} ({rate.low:.1%} to {rate.high:.1%}) of the drafts are kept where those before them were"
     yield "acceptance", f"{kept}; {rate.source}: {rate.where}"

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,13 +15,14 @@ from ridgeplan.planner.acceptance.drafters import _pooled, proposal_acceptance, 
 from ridgeplan.planner.acceptance.rows import rows_json
 from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, head_settings, profile_document
 from ridgeplan.planner.lowering import round_costs, strategy_of
-from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.prediction import predict, predict_question
 from ridgeplan.planner.queries.drafter_range import drafter_range
+from ridgeplan.planner.question import ask as question_of
 from ridgeplan.planner.resolution import resolve
-from ridgeplan.planner.search import families
+from ridgeplan.planner.search import best_of_preset, families
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.drafters import capped_cascade_tokens, pass_tokens
-from ridgeplan.roofline.execution import RoundShape, round_shape
+from ridgeplan.roofline.execution import MAX_GAMMA, RoundShape, round_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import head_memory
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Workload
@@ -363,6 +365,31 @@ def test_a_cascades_proposals_are_fewer_than_its_drafts(h200_profile):
     ask = {"preset": "cascade", "profile": h200_profile, "text": "prose"}
     speculation = planner.estimate("Llama-3.1-8B", "h200", 4096, **ask).plan.speculation
     assert 0 < speculation.drafter.depth < speculation.gamma
+    assert 0 < speculation.drafter.passes < speculation.gamma  # else no pass would need its proposals
+
+
+@pytest.mark.parametrize("text, context", [("code", 4096), ("docs", 122880), ("prose", 32768)])
+def test_the_searched_cascade_is_near_the_best_of_all_gammas_passes_and_depths(text, context, h200_profile):
+    """Of 1 to 5 passes over 1 to 4 proposals each; only the fewest passes of a gamma are searched."""
+    question = question_of("Llama-3.1-8B", "h200", context, profile=h200_profile, text=text)
+    plan = best_of_preset("cascade", question).plan
+    speculation = plan.speculation
+    plans = [
+        replace(plan, speculation=replace(speculation, gamma=gamma, drafter=Drafter(SUFFIX, depth, passes)))
+        for passes, depth in product(range(1, 6), range(1, 5))
+        for gamma in range(passes, min(MAX_GAMMA, passes * (depth + 1)) + 1)
+    ]
+    chosen_ms, *times_ms = (each.best.tpot_ms for each in predict_question([plan, *plans], question))
+    assert chosen_ms == pytest.approx(min(times_ms), rel=0.02) and speculation.drafter.depth in (1, 2, 3, 4)
+    assert max(times_ms) > 1.05 * chosen_ms  # passes and depths do matter
+
+
+def test_the_best_cascade_of_a_size_names_its_passes_and_depth(h200_profile):
+    known = {"text": "code", "profile": h200_profile}
+    (cell,) = planner.best_gamma("Llama-3.1-8B", "h200", preset="cascade", contexts=(4096,), batches=(1,), **known)
+    plan = best_of_preset("cascade", question_of("Llama-3.1-8B", "h200", 4096, **known)).plan
+    drafter = plan.speculation.drafter
+    assert (cell.gamma, cell.passes, cell.depth) == (plan.speculation.gamma, drafter.passes, drafter.depth)
 
 
 def test_the_best_number_of_proposals_is_found_by_text(h200_profile):
