@@ -25,6 +25,7 @@ from ridgeplan.kernels.device.cuda import (
     is_on_hopper,
     is_packed,
     launch_with_pdl,
+    may_start_early,
     pack_strides,
     program,
 )
@@ -260,8 +261,7 @@ class AttentionKernel:
             fuse_reduction=int(fused),
             scale=inputs.scale,
         )
-        # A copy just made is not yet visible before griddepcontrol.wait.
-        early = all(length is None or length.is_contiguous() for length in lengths.values())
+        early = may_start_early(*lengths.values())
         with torch.cuda.device(q.device):
             launch_with_pdl(self.attend, (ctas, 1, 1), (THREADS, 1, 1), params, shared_bytes, early=early)
             if not fused:

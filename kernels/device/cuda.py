@@ -235,6 +235,14 @@ def launch_with_pdl(
         raise RuntimeError(f"the CUDA driver refused a launch of grid {grid}, block {block}: error {status}")
 
 
+def may_start_early(*read_first: Tensor | None) -> bool:
+    """`early` of `launch_with_pdl` for a kernel that reads contiguous forms of `read_first` before its wait.
+
+    A copy just made is not yet visible there.
+    """
+    return all(tensor is None or tensor.is_contiguous() for tensor in read_first)
+
+
 def pdl_options(tensor: Tensor) -> dict[str, bool]:
     """Launch options of a Triton kernel that begins with `pdl_launch_dependents_and_wait`: PDL on Hopper and newer."""
     early = is_on_hopper(tensor)

@@ -18,6 +18,7 @@ from ridgeplan.kernels.device.cuda import (
     is_on_hopper,
     is_packed,
     launch_with_pdl,
+    may_start_early,
     pack_strides,
     program,
 )
@@ -111,10 +112,10 @@ class TwoBitKernels:
     variant: ScanVariant
     num_sms: int
 
-    def run(self, params: TwoBitParams, rows: int) -> None:
-        """Launches both for `rows` rows of params.parts CTAs each."""
+    def run(self, params: TwoBitParams, rows: int, early: bool) -> None:
+        """Launches both for `rows` rows of params.parts CTAs each. early: of the scan, see `launch_with_pdl`."""
         grid, threads = (rows * params.parts, 1, 1), (THREADS, 1, 1)
-        launch_with_pdl(self.scan, grid, threads, params, scan_bytes(self.variant))
+        launch_with_pdl(self.scan, grid, threads, params, scan_bytes(self.variant), early=early)
         launch_with_pdl(self.choose, grid, threads, params)
 
 
@@ -189,5 +190,5 @@ def two_bit_top_k_cuda(
         scale=scale,
     )
     with torch.cuda.device(q.device):
-        kernels.run(params, rows)
+        kernels.run(params, rows, may_start_early(groups))
     return index.view(batch, -1, max_k), count.view(batch, -1)

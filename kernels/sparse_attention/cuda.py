@@ -18,6 +18,7 @@ from ridgeplan.kernels.device.cuda import (
     config_options,
     is_packed,
     launch_with_pdl,
+    may_start_early,
     pack_strides,
     program,
 )
@@ -133,8 +134,9 @@ class SparseKernel:
             scale=inputs.scale,
             **fields,
         )
+        grid, early = (rows * parts, 1, 1), may_start_early(inputs.groups)
         with torch.cuda.device(q.device):
-            launch_with_pdl(self.compiled, (rows * parts, 1, 1), (THREADS, 1, 1), params, shared_bytes)
+            launch_with_pdl(self.compiled, grid, (THREADS, 1, 1), params, shared_bytes, early=early)
         return out
 
     def parts(self, rows: int, groups: int) -> int:

@@ -174,3 +174,14 @@ def test_both_kernels_have_all_ctas_at_once_unless_rows_are_long(launches, batch
     )
     assert (params.groups, params.k) == (visible.data_ptr(), k.data_ptr())
     assert (params.index, params.count) == (index.data_ptr(), count.data_ptr())
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_groups_that_must_be_copied_first_are_not_read_early(launches, copied: bool) -> None:  # type: ignore[no-untyped-def]
+    """The scan reads them before it waits; what chooses waits first."""
+    keys = TwoBitKeys.allocate(2, 8, 40, 128, 128, torch.device("cpu"))
+    k = torch.full((4,), 300, dtype=torch.int32)[::2]
+    groups = torch.full((4,), 40, dtype=torch.int32)[:: 2 if copied else 1][:2]
+    q = torch.zeros(2, 1, 32, 128, dtype=torch.bfloat16)
+    two_bit_top_k_cuda(KERNELS, q, keys, groups, k, 400, 4, 0.5)
+    assert [early for *_, early in launches.asked] == [not copied, True]

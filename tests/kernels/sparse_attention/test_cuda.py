@@ -304,6 +304,19 @@ def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[
     assert params.index is None
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_groups_that_must_be_copied_first_are_not_read_early(launches, copied: bool) -> None:  # type: ignore[no-untyped-def]
+    """Only groups are read before the kernel waits."""
+    codes = QuantizedKV.allocate(2, 8, 39, 128, 128, "cpu", lower=False)
+    q, keys, values, begin, end, groups = problem()
+    kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, max_groups=270)
+    groups = groups.repeat_interleave(2)[::2] if copied else groups
+    strided_end, k = end.repeat_interleave(2)[::2], groups
+    inputs = AttentionInputs(q, keys, values, begin, strided_end, codes, groups, softmax_scale=0.5)
+    progressive_attention_cuda(kernel, inputs, DraftPlanes.allocate(codes), k, 4)
+    assert [early for *_, early in launches.asked] == [not copied]
+
+
 def test_the_launch_of_an_index_list(launches) -> None:  # type: ignore[no-untyped-def]
     codes = QuantizedKV.allocate(2, 8, 40, 128, 128, "cpu", lower=False)
     planes = DraftPlanes.allocate(codes)
