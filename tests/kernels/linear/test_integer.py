@@ -27,6 +27,12 @@ def random_weight(outputs: int, inputs: int, seed: int = 0) -> Int4Weight:
     return Int4Weight.pack(codes.cuda(), scale.cuda(), zero.cuda())
 
 
+def weight_of(bits: int, outputs: int, inputs: int) -> Int4Weight | Int8Weight:
+    """A random weight of one plane, or of two with scales of their own."""
+    upper = random_weight(outputs, inputs)
+    return upper if bits == 4 else Int8Weight(upper, random_weight(outputs, inputs, seed=1))
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
@@ -78,17 +84,19 @@ def integer_product(
     return kernel.run(x, *(plane.packed for plane in weight.planes), bias=bias)
 
 
-PRODUCTS = [  # rows, outputs, inputs
-    (1, 16, 128), (3, 23, 1152), (1, 4096, 4096), (4, 6144, 4096), (2, 4096, 14336), (4, 4100, 14336), (3, 1000, 2432),
+PRODUCTS = [  # bits, rows, outputs, inputs
+    (4, 1, 16, 128), (4, 3, 23, 1152), (4, 1, 4096, 4096), (4, 4, 6144, 4096), (4, 2, 4096, 14336),
+    (4, 4, 4100, 14336), (4, 3, 1000, 2432),
+    (8, 1, 16, 128), (8, 4, 23, 1152), (8, 2, 1000, 2432), (8, 3, 4100, 14336), (8, 4, 132 * 16 + 5, 14336),
 ]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), PRODUCTS)
+@pytest.mark.parametrize(("bits", "rows", "outputs", "inputs"), PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("poisoned_empty")
-def test_cuda_equals_the_definition(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    weight, bias = random_weight(outputs, inputs), torch.randn(outputs, device="cuda").to(dtype)
+def test_cuda_equals_the_definition(bits: int, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight, bias = weight_of(bits, outputs, inputs), torch.randn(outputs, device="cuda").to(dtype)
     x = torch.randn(rows, inputs, device="cuda").to(dtype) / 64 + 0.01
     x[:, :128] = 0
     actual = integer_product(x, weight, bias)
@@ -131,8 +139,9 @@ def test_the_largest_numbers_count() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4])
-def test_gated_and_8_bits_in_cuda(rows: int) -> None:
-    weight = Int8Weight(random_weight(9728, 1024), random_weight(9728, 1024, seed=1))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gated_in_cuda(bits: int, rows: int) -> None:
+    weight = weight_of(bits, 9728, 1024)
     x = torch.randn(rows, 1024, device="cuda").bfloat16() / 64 + 0.01
     gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, dim=1)
     actual = integer_product(x, weight, gated=True)
@@ -140,12 +149,12 @@ def test_gated_and_8_bits_in_cuda(rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4])
-def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[..., None]) -> None:
-    def weight(outputs: int, inputs: int) -> Int4Weight:
-        codes = torch.randint(16, (outputs, inputs), device="cuda")
-        scale = torch.full((outputs, inputs // 128), 0.2 / inputs**0.5, device="cuda")
-        return Int4Weight.pack(codes, scale, scale / 2)
+@pytest.mark.parametrize(("bits", "rows"), [(4, 1), (4, 4), (8, 4)])
+def test_dependent_products_wait_for_each_other(bits: int, rows: int, chained: Callable[..., None]) -> None:
+    def weight(outputs: int, inputs: int) -> Int4Weight | Int8Weight:
+        codes = torch.randint(1 << bits, (outputs, inputs), device="cuda")
+        scale = torch.full((outputs, inputs // 128), 3.2 / (1 << bits) / inputs**0.5, device="cuda")
+        return (Int4Weight if bits == 4 else Int8Weight).pack(codes, scale, scale / 2)
 
     chained(integer_product, weight, rows)
 
