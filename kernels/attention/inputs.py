@@ -57,10 +57,10 @@ class AttentionInputs:
         if self.pages is not None:
             if not isinstance(codes, QuantizedKV) or codes.groups != 1:
                 raise ValueError("pages: allowed with codes that have one group per row")
-            require_rows(batch, torch.int32, **{"the table's buffers": self.pages.buffers})
+            require_rows(batch, torch.int32, q.device, **{"the table's buffers": self.pages.buffers})
         if self.sinks is not None and self.sinks.shape != (q_heads,):
             raise ValueError(f"sinks are {list(self.sinks.shape)}; allowed: [{q_heads}], one of each query head")
-        require_rows(batch, torch.int32, begin=self.begin, end=self.end, groups=self.groups)
+        require_rows(batch, torch.int32, q.device, begin=self.begin, end=self.end, groups=self.groups)
         if codes is not None:
             require_lower(codes, self.lower)
 

@@ -37,8 +37,8 @@ def quantize(
     shape of group_index, mask or first_slot.
     """
     _check(keys, values, out, whole_groups=first_slot is None)
-    require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
-    require_rows(out.batch, torch.bool, mask=mask)
+    require_rows(out.batch, torch.int32, keys.device, group_index=group_index, first_slot=first_slot)
+    require_rows(out.batch, torch.bool, keys.device, mask=mask)
     _write(keys, values, GroupWrite(out, group_index, mask, first_slot), backend)
 
 
@@ -101,7 +101,7 @@ def append_to_pages(
     if (out.groups, out.kv_heads, out.head_dim) != (1, kv_heads, head_dim):
         sizes = f"{out.groups} groups, {out.kv_heads} KV heads and head_dim {out.head_dim}"
         raise ValueError(f"keys {list(keys.shape)} do not fit pages of {sizes}")
-    require_rows(count, torch.int32, slots=slots, pages=pages)
+    require_rows(count, torch.int32, keys.device, slots=slots, pages=pages)
     if not uses_gpu_kernel(backend, keys):
         append_reference(keys, values, key_store, value_store, out, slots, pages)
         return
@@ -147,11 +147,12 @@ def require_lower(codes: QuantizedKV | TokenRows, lower: bool) -> None:
         raise ValueError("lower=True needs lower codes, this QuantizedKV holds the upper plane only")
 
 
-def require_rows(batch: int, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Raises ValueError for a tensor that is not `dtype` [batch]; CUDA C++ kernels cannot check their pointers."""
+def require_rows(batch: int, dtype: torch.dtype, device: torch.device, **tensors: Tensor | None) -> None:
+    """Raises ValueError for a tensor that is not `dtype` [batch] on `device`: CUDA C++ kernels only see pointers."""
     for name, tensor in tensors.items():
-        if tensor is not None and (tensor.dtype != dtype or tensor.shape != (batch,)):
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; allowed: {dtype} [{batch}]")
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != (batch,) or tensor.device != device):
+            given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{name} is {given}; allowed: {dtype} [{batch}] on {device}")
 
 
 def _check(keys: Tensor, values: Tensor | None, out: QuantizedKV, whole_groups: bool) -> None:

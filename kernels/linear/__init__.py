@@ -29,8 +29,7 @@ def linear_dense(
     outputs, inputs = weight.shape
     if x.shape[-1] != inputs:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {inputs} inputs")
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {outputs} outputs")
+    require_bias(bias, outputs, x)
     uses_gpu_kernel(backend, x)  # raises ValueError for an unknown backend
     rows = x.reshape(-1, inputs)
     kernel = find_dense_kernel(rows, weight, gated) if backend == "auto" else None
@@ -40,6 +39,12 @@ def linear_dense(
     if gated:
         return swiglu(linear_dense(x, weight, bias, backend=backend), backend=backend)
     return linear_dense_reference(x, weight, bias)
+
+
+def require_bias(bias: Tensor | None, outputs: int, x: Tensor) -> None:
+    """Raises ValueError for a bias that is not [outputs] on x's device."""
+    if bias is not None and (bias.shape != (outputs,) or bias.device != x.device):
+        raise ValueError(f"bias is {list(bias.shape)} on {bias.device}; allowed: [{outputs}] on {x.device}")
 
 
 def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,10 +68,8 @@ def linear_quantized(
     """
     if x.shape[-1] != weight.inputs:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.inputs} inputs")
-    if bias is not None:
-        if bias.shape != (weight.outputs,):
-            raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {weight.outputs} outputs")
-        bias = bias.to(x.dtype).contiguous()
+    require_bias(bias, weight.outputs, x)
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
     rows = x.reshape(-1, weight.inputs)
     on_gpu = uses_gpu_kernel(backend, x)
     kernel = find_quantized_kernel(rows, weight, gated) if on_gpu and backend == "auto" else None

@@ -161,7 +161,10 @@ def find_quantized_kernel(x: Tensor, weight: Int4Weight | Int8Weight, gated: boo
 
     It needs Hopper or newer, and 1 to 64 rows of a 16-bit dtype. 8-bit weights in groups of 256 need bfloat16.
     """
-    if not accepts(x, MAX_QUANTIZED_ROWS) or weight.planes[0].packed.device != x.device:
+    planes = [plane.packed for plane in weight.planes]
+    if not accepts(x, MAX_QUANTIZED_ROWS) or planes[0].device != x.device:
+        return None
+    if any(plane.data_ptr() % 16 for plane in planes):
         return None
     shape, bits = (len(x), weight.outputs, weight.inputs, weight.group), 4 * len(weight.planes)
     if bits == 8 and weight.group > 128 and x.dtype == torch.float16:

@@ -49,12 +49,24 @@ class Int4Weight:
     inputs: int
     outputs: int
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for another `packed` than kernels read by its address."""
+        tiles = -(-self.outputs // TILE_OUTPUTS)
+        shape = tiles, self.inputs // self.group, 8 * self.group + PAIR_BYTES
+        if self.inputs % self.group or self.packed.shape != shape or self.packed.dtype != torch.uint8:
+            given, size = f"{self.packed.dtype} {list(self.packed.shape)}", f"{self.outputs} x {self.inputs}"
+            raise ValueError(f"packed is {given} for {size} in groups of {self.group}; allowed: uint8 {list(shape)}")
+        if not self.packed.is_contiguous():
+            raise ValueError(f"packed has strides {self.packed.stride()}; allowed: contiguous")
+
     @classmethod
     def pack(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> Int4Weight:
         """codes: [outputs, inputs] integers of 0..15; scale, zero: [outputs, inputs / group], rounded to bfloat16.
 
-        Raises ValueError for groups of other than 32, 64, 128 or 256 inputs, and for shapes that disagree.
+        Raises ValueError for groups of other than 32, 64, 128 or 256 inputs, for shapes that disagree, and for codes
+        out of range.
         """
+        _require_codes(codes, 16)
         outputs, inputs = codes.shape
         if scale.shape != zero.shape or scale.shape[0] != outputs:
             raise ValueError(f"scale {list(scale.shape)}, zero {list(zero.shape)} do not fit codes {[outputs, inputs]}")
@@ -99,6 +111,12 @@ class Int4Weight:
         return self.packed.nbytes
 
 
+def _require_codes(codes: Tensor, levels: int) -> None:
+    low, high = (int(bound) for bound in codes.aminmax())
+    if low < 0 or high >= levels:
+        raise ValueError(f"codes are {low} to {high}; allowed: 0 to {levels - 1}")
+
+
 def _code_bytes(codes: Tensor, group: int) -> Tensor:
     """Reorders [outputs, inputs] to [output tiles, groups, 8 * group] bytes."""
     chunk = min(group, CHUNK)
@@ -124,14 +142,16 @@ class Int8Weight:
     lower: Int4Weight
 
     def __post_init__(self) -> None:
-        """Raises ValueError for planes of different shapes or groups."""
-        upper, lower = ((plane.outputs, plane.inputs, plane.group) for plane in (self.upper, self.lower))
+        """Raises ValueError for planes of different shapes, groups or devices."""
+        planes = self.upper, self.lower
+        upper, lower = ((plane.outputs, plane.inputs, plane.group, plane.packed.device) for plane in planes)
         if upper != lower:
-            raise ValueError(f"planes of (outputs, inputs, group) {upper} and {lower}; allowed: equal ones")
+            raise ValueError(f"planes of (outputs, inputs, group, device) {upper} and {lower}; allowed: equal ones")
 
     @classmethod
     def pack(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> Int8Weight:
-        """The plain weight w = (code - 128) * scale + zero; arguments of `Int4Weight.pack`, with codes of 0..255."""
+        """The plain weight w = (code - 128) * scale + zero; as `Int4Weight.pack`, with codes of 0..255."""
+        _require_codes(codes, 256)
         planes = split_codes(codes, scale, zero)
         return cls(*(Int4Weight.pack(*plane) for plane in planes))
 

@@ -39,8 +39,8 @@ def flush_to_host(
     agree = (*recent.shape[:2], recent.shape[3], recent.dtype) == (*out.shape[:2], out.shape[3], out.dtype)
     if not agree or recent.shape[2] < group or recent.stride(3) != 1 or out.stride(3) != 1:
         raise ValueError(f"slots {list(recent.shape)} and tokens {list(out.shape)} disagree with a group of {group}")
-    require_rows(len(recent), torch.int32, first=first)
-    require_rows(len(recent), torch.bool, mask=mask)
+    require_rows(len(recent), torch.int32, recent.device, first=first)
+    require_rows(len(recent), torch.bool, recent.device, mask=mask)
     if not uses_gpu_kernel(backend, recent):
         flush_to_host_reference(recent, out, first, group, mask)
         return
@@ -74,8 +74,8 @@ def flush_codes_to_host(
     fits = all((*x.shape[:2], x.shape[3], x.dtype) == (codes.batch, codes.kv_heads, width, torch.int64) for x in out)
     if codes.groups != 1 or codes.planes != 2 or not fits:
         raise ValueError(f"rows {[list(x.shape) for x in out]} disagree with a group of {codes.batch} rows of codes")
-    require_rows(codes.batch, torch.int32, first=first)
-    require_rows(codes.batch, torch.bool, mask=mask)
+    require_rows(codes.batch, torch.int32, codes.key_upper.device, first=first)
+    require_rows(codes.batch, torch.bool, codes.key_upper.device, mask=mask)
     if not uses_gpu_kernel(backend, codes.key_upper):
         for rows, held in zip(pack_token_rows(codes), out, strict=True):
             flush_to_host_reference(rows, held, first, codes.group, mask)
@@ -104,7 +104,7 @@ def copy_prefix(source: Tensor, out: Tensor, count: Tensor, *, backend: Backend 
         )
     if not (source.is_contiguous() and out.is_contiguous()) or entry_bytes(source) % WORD_BYTES:
         raise ValueError(f"entries of {entry_bytes(source)} bytes; allowed: contiguous multiples of {WORD_BYTES}")
-    require_rows(len(source), torch.int32, count=count)
+    require_rows(len(source), torch.int32, out.device, count=count)
     if not uses_gpu_kernel(backend, source):
         copy_prefix_reference(source, out, count)
         return

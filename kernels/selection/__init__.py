@@ -39,7 +39,7 @@ def page_scores(q: Tensor, bounds: Tensor, pages: Tensor, *, backend: Backend = 
     kv_heads = bounds.shape[1]
     if queries != 1 or q_heads % kv_heads or bounds.shape != (batch, kv_heads, bounds.shape[2], 2, head_dim):
         raise ValueError(f"q {list(q.shape)} and bounds {list(bounds.shape)} disagree; allowed: one query, equal sizes")
-    require_rows(batch, torch.int32, pages=pages)
+    require_rows(batch, torch.int32, q.device, pages=pages)
     if not uses_gpu_kernel(backend, q):
         return page_scores_reference(q, bounds)
     from ridgeplan.kernels.selection.triton import page_scores_triton
@@ -70,7 +70,7 @@ def top_k(
         raise ValueError(
             f"scores are {scores.dtype} {list(scores.shape)} with max_k {max_k}; allowed: float32 [rows, n], from 1"
         )
-    require_rows(len(scores), torch.int32, lengths=lengths, k=k)
+    require_rows(len(scores), torch.int32, scores.device, lengths=lengths, k=k)
     if not uses_gpu_kernel(backend, scores):
         return top_k_reference(scores, lengths, k, max_k)
     from ridgeplan.kernels.selection.triton import top_k_triton
@@ -156,7 +156,7 @@ def check_scan(q: Tensor, keys: TwoBitKeys, groups: Tensor) -> None:
             f"q {list(q.shape)} does not fit keys of batch {keys.batch}, {keys.kv_heads} KV heads and head_dim "
             f"{keys.head_dim}; allowed: one query per row"
         )
-    require_rows(batch, torch.int32, groups=groups)
+    require_rows(batch, torch.int32, q.device, groups=groups)
 
 
 def two_bit_top_k(
@@ -187,7 +187,7 @@ def two_bit_top_k(
         raise ValueError(f"max_k is {max_k}; allowed: from 1")
     batch = len(q)
     check_scan(q, keys, groups)
-    require_rows(batch, torch.int32, k=k)
+    require_rows(batch, torch.int32, q.device, k=k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = find_two_bit_kernels(q, keys) if backend == "auto" else None
     if kernel is not None:

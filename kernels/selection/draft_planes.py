@@ -64,8 +64,8 @@ def pack_draft_planes(
     Called after `quantize` has written these groups. mask: bool [B] or None; rows that are False stay as they are.
     Raises ValueError for a wrong dtype or shape of group_index or mask.
     """
-    require_rows(codes.batch, torch.int32, group_index=group_index)
-    require_rows(codes.batch, torch.bool, mask=mask)
+    require_rows(codes.batch, torch.int32, codes.key_upper.device, group_index=group_index)
+    require_rows(codes.batch, torch.bool, codes.key_upper.device, mask=mask)
     if not uses_gpu_kernel(backend, codes.key_upper):
         pack_draft_planes_reference(codes, out, group_index, groups, mask)
         return

@@ -23,7 +23,7 @@ def head_scores(q: Tensor, keys: Tensor, lengths: Tensor, groups: int, *, backen
     rows, q_heads, head_dim = q.shape
     if q_heads % groups or q_heads % keys.shape[1] or (keys.shape[0], keys.shape[3]) != (rows, head_dim):
         raise ValueError(f"q {list(q.shape)}, keys {list(keys.shape)} and {groups} groups disagree")
-    require_rows(rows, torch.int32, lengths=lengths)
+    require_rows(rows, torch.int32, q.device, lengths=lengths)
     if not uses_gpu_kernel(backend, q):
         return head_scores_reference(q, keys, lengths, groups)
     from ridgeplan.kernels.selection.triton import head_scores_triton

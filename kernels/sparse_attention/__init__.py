@@ -127,7 +127,7 @@ def progressive_attention(
     """
     two_bit_keys = TwoBitKeys.of(codes, planes)
     check_scan(q, two_bit_keys, groups)
-    require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
+    require_rows(codes.batch, torch.int32, q.device, begin=begin, end=end, k=k)
     kernel = find_progressive_kernel(q, keys, values, codes) if backend == "auto" else None
     if kernel is not None:
         inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, softmax_scale=scale)

@@ -232,9 +232,9 @@ def test_lengths_of_other_types_are_refused(name: str, device: str) -> None:
     """The CUDA kernel would read their bytes as int32."""
     problem = build(Case(2, 1, 32, 1, ((1, 0, 3),), 4), device)
     lengths = getattr(problem, name)
-    with pytest.raises(ValueError, match=rf"{name} is torch.int64 \[1\]; allowed: torch.int32 \[1\]"):
+    with pytest.raises(ValueError, match=rf"{name} is torch.int64 \[1\] on \w+; allowed: torch.int32 \[1\]"):
         replace(problem, **{name: lengths.long()}).run()
-    with pytest.raises(ValueError, match=rf"{name} is torch.int32 \[2\]; allowed"):
+    with pytest.raises(ValueError, match=rf"{name} is torch.int32 \[2\] on \w+; allowed"):
         replace(problem, **{name: lengths.repeat(2)}).run()
 
 

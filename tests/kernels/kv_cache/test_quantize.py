@@ -239,12 +239,14 @@ def test_errors_name_the_value() -> None:
         quantize(x, full, codes, first)
     with pytest.raises(ValueError, match="contiguous channels"):
         quantize(full.mT, full.mT, codes, first)
-    with pytest.raises(ValueError, match=r"group_index is torch.int64 \[1\]; allowed: torch.int32 \[1\]"):
+    with pytest.raises(ValueError, match=r"group_index is torch.int64 \[1\] on cpu; allowed: torch.int32 \[1\] on cpu"):
         quantize(full, full, codes, first.long())
-    with pytest.raises(ValueError, match=r"first_slot is torch.int32 \[2\]; allowed: torch.int32 \[1\]"):
+    with pytest.raises(ValueError, match=r"first_slot is torch.int32 \[2\] on cpu; allowed: torch.int32 \[1\]"):
         quantize(full, full, codes, first, first_slot=first.repeat(2))
-    with pytest.raises(ValueError, match=r"mask is torch.uint8 \[1\]; allowed: torch.bool \[1\]"):
+    with pytest.raises(ValueError, match=r"mask is torch.uint8 \[1\] on cpu; allowed: torch.bool \[1\]"):
         quantize(full, full, codes, first, first.byte())
+    with pytest.raises(ValueError, match=r"group_index is torch.int32 \[1\] on meta; allowed: .* on cpu"):
+        quantize(full, full, codes, first.to("meta"))
     with pytest.raises(ValueError, match="give both planes or neither"):
         replace(codes, key_lower=codes.key_upper)
     with pytest.raises(ValueError, match="upper plane only"):

@@ -18,7 +18,7 @@ from ridgeplan.kernels.linear.schedule import (
     DeviceLimits,
     make_quantized_schedule,
 )
-from ridgeplan.kernels.linear.weights import Int4Weight
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline.execution import MAX_QUANTIZED_ROWS
 from ridgeplan.roofline.passes import weight_bytes
 
@@ -80,8 +80,34 @@ def test_disagreeing_shapes_are_refused() -> None:
     weight = Int4Weight.pack(*parts(16, 128, 128))
     with pytest.raises(ValueError, match=r"x \[2, 64\] does not fit a weight of 128 inputs"):
         linear_quantized(torch.zeros(2, 64), weight)
-    with pytest.raises(ValueError, match=r"bias \[8\] does not fit a weight of 16 outputs"):
-        linear_quantized(torch.zeros(2, 128), weight, torch.zeros(8))
+    for bias, given in ((torch.zeros(8), r"\[8\] on cpu"), (torch.zeros(16, device="meta"), r"\[16\] on meta")):
+        with pytest.raises(ValueError, match=rf"bias is {given}; allowed: \[16\] on cpu"):
+            linear_quantized(torch.zeros(2, 128), weight, bias)
+
+
+def test_codes_that_do_not_fit_their_bits_are_refused() -> None:
+    """They would change the code of the row 8 above."""
+    pair = torch.zeros(16, 1)
+    for code, bits, pack in ((99, 4, Int4Weight.pack), (-1, 4, Int4Weight.pack), (256, 8, Int8Weight.pack)):
+        codes = torch.zeros(16, 128, dtype=torch.int32)
+        codes[3, 5] = code
+        with pytest.raises(
+            ValueError, match=f"codes are {min(code, 0)} to {max(code, 0)}; allowed: 0 to {2**bits - 1}"
+        ):
+            pack(codes, pair, pair)
+
+
+def test_planes_that_kernels_would_read_beyond_are_refused() -> None:
+    bytes_, sizes = torch.zeros(2, 1, 1088, dtype=torch.uint8), (128, 128, 32)
+    Int4Weight(bytes_, *sizes)
+    allowed = r"for 32 x 128 in groups of 128; allowed: uint8 \[2, 1, 1088\]"
+    for packed, given in ((bytes_[:1], r"torch.uint8 \[1, 1, 1088\]"), (bytes_.bool(), r"torch.bool \[2, 1, 1088\]")):
+        with pytest.raises(ValueError, match=f"packed is {given} {allowed}"):
+            Int4Weight(packed, *sizes)
+    with pytest.raises(ValueError, match=r"for 4096 x 4096 in groups of 128; allowed: uint8 \[256, 32, 1088\]"):
+        Int4Weight(bytes_[:1], 128, 4096, 4096)
+    with pytest.raises(ValueError, match=r"packed has strides \(2176, 1088, 1\); allowed: contiguous"):
+        Int4Weight(bytes_.repeat(1, 2, 1)[:, :1], *sizes)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "group", "shape", "biased"), PRODUCTS)

@@ -1,6 +1,7 @@
 """8-bit weights and their product: two planes, reference and kernels, declared cost, CUDA's schedules."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -79,8 +80,13 @@ def test_drafts_read_the_upper_plane(device: str) -> None:
 
 def test_planes_of_two_shapes_are_refused() -> None:
     first, other = (Int4Weight.pack(torch.zeros(16, 128), *torch.zeros(2, 16, 128 // group)) for group in (64, 128))
-    with pytest.raises(ValueError, match=r"planes of .* \(16, 128, 64\) and \(16, 128, 128\); allowed: equal ones"):
+    with pytest.raises(
+        ValueError, match=r"planes of .* \(16, 128, 64, .*\) and \(16, 128, 128, .*\); allowed: equal ones"
+    ):
         Int8Weight(first, other)
+    elsewhere = replace(first, packed=first.packed.to("meta"))
+    with pytest.raises(ValueError, match=r"'cpu'\)\) and .*'meta'\)\); allowed: equal ones"):
+        Int8Weight(first, elsewhere)
 
 
 @pytest.mark.parametrize(("kind", "outputs", "inputs", "group", "shape"), PRODUCTS)
