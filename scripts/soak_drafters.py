@@ -46,9 +46,8 @@ from ridgeplan.validate.machine import measured_here
 from ridgeplan.validate.prompts import sample_text
 
 CONTEXT, NEW_TOKENS = 1024, 512
-# Shares of the largest logit. In bfloat16 the gap of Qwen2.5-Coder-0.5B's two largest logits (of 17.9 in the mean) is
-# 0.067 (rms) and at most 0.25 another one in passes of one token than in passes of eight, of 160 tokens on a CPU; this is
-# five times the former.
+# Shares of the largest logit. In bfloat16 the gap of Qwen2.5-Coder-0.5B's two largest logits (17.9 in the mean) differs
+# between passes of one token and of eight by 0.067 (rms) and at most 0.25, of 160 tokens on a CPU: five times the rms.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 CODES = "codes"
 
