@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,10 +37,13 @@ from ridgeplan.kernels.device.cuda import has_wgmma
 from ridgeplan.kernels.linear.cuda import LinearKernel
 from ridgeplan.kernels.selection.cuda import TwoBitKernels
 from ridgeplan.kernels.sparse_attention.cuda import SparseKernel
+from ridgeplan.roofline.execution import RoundKind
 from ridgeplan.roofline.plan.plan import DraftCodes, Plan, Speculation, Workload
 from ridgeplan.roofline.plan.policies.dense import adaptive_cascade, quantspec_int8
 from ridgeplan.roofline.plan.policies.selections import Progressive
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.speculation.speculator import RowResult
+from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.drafter_acceptance import CASCADE, HEAD, SUFFIX, case_plan, named_shape
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import measured_here
@@ -128,19 +132,40 @@ def counted_calls() -> Iterator[Counter[str]]:
         yield calls
 
 
+class InTurn:
+    """All rounds that a plan may have, one after the other: what would pay is not known, and all must be right."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._kinds = cycle(plan.speculation.round_kinds)
+
+    def next(self) -> RoundKind:
+        """See `ridgeplan.runtime.speculation.gamma_control.GammaSchedule`."""
+        return next(self._kinds)
+
+    def add(self, kind: RoundKind, rows: Sequence[RowResult]) -> None:
+        """Nothing to learn."""
+
+
 @dataclass
 class Tally:
     """What a case's tokens are beside those of plain steps.
 
     near: tokens at which the target's second largest logit is within rounding of the largest. ties: those of them at
-    which the plan took another token than plain steps, by the gap. differing: gaps beyond rounding.
+    which the plan took another token than plain steps, by the gap. differing: gaps beyond rounding. by_drafts: rounds
+    with each number of drafts.
     """
 
     rounds: int = 0
-    tokens: int = 0
+    tokens: int = 0  # that were generated
     near: int = 0
     ties: list[float] = field(default_factory=list)
     differing: list[float] = field(default_factory=list)
+    by_drafts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, statistics: Statistics) -> None:
+        """The rounds of a generation."""
+        self.rounds += statistics.rounds
+        self.by_drafts.update(dict(enumerate(statistics.rounds_at)))
 
     def compare(self, engine: Engine, prompts: Sequence[list[int]], generated: Sequence[list[int]]) -> None:
         """Every token that was generated for each prompt with the target's logits before it."""
@@ -186,7 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
     for name, case in cases.items():
-        with counted_calls() as calls, shared.engine(case.plan(workload)) as engine:
+        with (
+            counted_calls() as calls,
+            shared.engine(case.plan(workload)) as engine,
+            patch.object(engine, "_schedule", lambda request, plan=engine.plan: InTurn(plan)),
+        ):
             ids = ids or engine.tokenizer(sample_text())["input_ids"]
             tally, number, begin = Tally(), 0, time.monotonic()
             held: list[int] = []  # bytes on the GPU after each set
@@ -199,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for first in range(0, size, at_once):
                         generation = engine.generate(texts[first : first + at_once], chosen.new_tokens)
                         generated += generation.tokens
-                        tally.rounds += generation.statistics.rounds
+                        tally.add(generation.statistics)
                     tally.compare(engine, texts, generated)
                 number += 1
                 held.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
@@ -207,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             absent = [kernel for kernel in case.kernels if on_hopper and not calls[kernel]]
             results[name] = {
                 "rounds": tally.rounds, "tokens": tally.tokens, "sets of prompts": number,
+                "rounds by drafts": {str(drafts): count for drafts, count in sorted((+tally.by_drafts).items())},
                 "tokens that differ": len(tally.differing), "gaps of those": tally.differing,
                 "ties": len(tally.ties), "gaps of ties": tally.ties, "tokens with a second within rounding": tally.near,
                 "kernels called": dict(sorted(calls.items())), "kernels that did not run": absent,
