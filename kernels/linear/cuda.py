@@ -65,21 +65,12 @@ class LinearKernel:
         width = schedule.outputs // (2 if schedule.gated else 1)
         y = torch.empty(schedule.rows, width, dtype=x.dtype, device=x.device)
         params = LinearParams(
-            x=x,
-            weight=weight,
-            lower=lower,
-            bias=bias,
-            y=y,
-            rows=schedule.rows,
-            inputs=schedule.inputs,
-            outputs=schedule.outputs,
-            rows_per_pass=schedule.rows_per_pass,
-            max_tiles=schedule.max_tiles,
-            stages=schedule.stages,
+            x=x, weight=weight, lower=lower, bias=bias, y=y,
+            rows=schedule.rows, inputs=schedule.inputs, outputs=schedule.outputs,
+            rows_per_pass=schedule.rows_per_pass, max_tiles=schedule.max_tiles, stages=schedule.stages,
             trigger_stages=schedule.weights.trigger_stages,
-            stages_before_x=schedule.stages_before_x,
-            stages_after_x=schedule.stages_after_x,
-        )
+            stages_before_x=schedule.stages_before_x, stages_after_x=schedule.stages_after_x,
+        )  # fmt: skip
         with torch.cuda.device(x.device):
             launch_with_pdl(self.compiled, schedule.grid, (schedule.threads, 1, 1), params, schedule.shared_bytes)
         return y

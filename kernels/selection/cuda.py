@@ -170,25 +170,12 @@ def two_bit_top_k_cuda(
     count = torch.empty(rows, dtype=torch.int32, device=q.device)
     batch_stride, _, head_stride = pack_strides(q)
     params = TwoBitParams(
-        q=q,
-        groups=groups.contiguous(),
-        k=k.contiguous(),
-        codes=keys.codes,
-        scales=keys.scale,
-        minima=keys.minimum,
-        bins=bins,
-        histograms=histograms,
-        index=index,
-        count=count,
-        kv_heads=keys.kv_heads,
-        group_capacity=keys.groups,
-        parts=parts,
-        sinks=sinks,
-        max_k=max_k,
-        q_batch_stride=batch_stride,
-        q_head_stride=head_stride,
-        scale=scale,
-    )
+        q=q, groups=groups.contiguous(), k=k.contiguous(),
+        codes=keys.codes, scales=keys.scale, minima=keys.minimum,
+        bins=bins, histograms=histograms, index=index, count=count,
+        kv_heads=keys.kv_heads, group_capacity=keys.groups, parts=parts, sinks=sinks, max_k=max_k,
+        q_batch_stride=batch_stride, q_head_stride=head_stride, scale=scale,
+    )  # fmt: skip
     with torch.cuda.device(q.device):
         kernels.run(params, rows, may_start_early(groups))
     return index.view(batch, -1, max_k), count.view(batch, -1)

@@ -368,33 +368,39 @@ def test_torchs_own_int4_product_packs_when_it_is_called(monkeypatch: pytest.Mon
         product(torch.zeros(1, 32), 0)
 
 
-def test_vllms_products_get_codes_in_gptqs_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight codes along the inputs in a word, the first in its lowest bits, and scales by group."""
+@pytest.mark.parametrize("bits", [4, 8])
+def test_vllms_products_get_codes_in_gptqs_order(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight or four codes along the inputs in a word, the first in its lowest bits, and scales by group."""
+    half = 1 << bits - 1
     ops = SimpleNamespace(
-        gptq_marlin_repack=lambda words, *_: words,
+        gptq_marlin_repack=lambda words, order, inputs, outputs, width, eight: words if width == bits else None,
         machete_prepack_B=lambda words, **_: words,
         machete_mm=lambda a, b_q, b_group_scales, b_group_size, **_: product(a, b_q, b_group_scales, b_group_size),
     )
     utils = SimpleNamespace(
         marlin_permute_scales=lambda scales, *_: scales,
         marlin_make_workspace_new=lambda device: None,
-        apply_gptq_marlin_linear=lambda x, words, scales, *_: product(x, words, scales, 32),
+        marlin_act_int8_process_scales=lambda scales: (scales / 2, 2),
+        apply_gptq_marlin_linear=lambda x, words, scales, *fixed, input_dtype, input_global_scale=1: (
+            input_global_scale * product(x, words, scales, 32)
+        ),
     )
 
     def product(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
-        unpacked = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], 1).flatten(0, 1)
-        return x @ ((unpacked - 8) * scales.float().repeat_interleave(group, 0))
+        unpacked = torch.stack([words >> shift & (2 * half - 1) for shift in range(0, 32, bits)], 1).flatten(0, 1)
+        return x @ ((unpacked - half) * scales.float().repeat_interleave(group, 0))
 
-    parts = {"_custom_ops": ops, "scalar_type": SimpleNamespace(scalar_types=SimpleNamespace(uint4b8=None))}
+    parts = {"_custom_ops": ops, "scalar_type": SimpleNamespace(scalar_types=SimpleNamespace(uint4b8=4, uint8b128=8))}
     parts["model_executor.layers.quantization.utils.marlin_utils"] = utils
     for name, part in parts.items():
         monkeypatch.setitem(sys.modules, f"vllm.{name}", part)
     monkeypatch.setattr(vllm_peers, "import_module", lambda name: sys.modules[name])
-    codes, scale, x = torch.arange(16 * 64).view(16, 64) * 7 % 16, torch.rand(16, 2).bfloat16(), torch.randn(3, 64)
-    expected = x @ ((codes - 8) * scale.float().repeat_interleave(32, 1)).t()
-    products = vllm_peers.vllm_products(codes, scale, 2)
-    assert list(products) == ["vLLM Marlin", "vLLM Machete"]
-    assert all(torch.allclose(run(x, 1), expected, atol=1e-4) for run in products.values())
+    codes, x = torch.arange(16 * 64).view(16, 64) * 7 % (2 * half), torch.randn(3, 64)
+    scale = torch.rand(16, 2).bfloat16()
+    expected = x @ ((codes - half) * scale.float().repeat_interleave(32, 1)).t()
+    products = vllm_peers.vllm_products(codes, scale, bits, 2)
+    assert list(products) == ["vLLM Marlin", "vLLM Machete", *["vLLM Marlin, INT8 x"] * (bits == 4)]
+    assert all(torch.allclose(run(x, 1), expected, rtol=1e-4, atol=1e-3) for run in products.values())
 
 
 def test_versions_are_of_what_is_installed() -> None:

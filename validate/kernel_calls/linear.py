@@ -105,8 +105,10 @@ class LinearVariants:
         packed: QuantizedWeight = pack(codes, scale, zero)
         variants = bench.variants(packed.bytes)
         peers: dict[str, Product] = {}
-        if kind == "linear_int4" and bench.device.type == "cuda":
-            peers = {"torch tinygemm": tinygemm(codes, scale, zero, variants), **vllm_products(codes, scale, variants)}
+        if bench.device.type == "cuda":
+            peers = vllm_products(codes, scale, 4 if levels == 16 else 8, variants)
+            if levels == 16:
+                peers = {"torch tinygemm": tinygemm(codes, scale, zero, variants), **peers}
         return cls(
             [partial(linear_quantized, weight=copy.deepcopy(packed)) for _ in range(variants)],
             packed.bytes / (size.outputs * size.inputs),
@@ -136,7 +138,7 @@ class LinearVariants:
 
 
 def _linear_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """Products against 16-bit weights in cuBLAS and, with 4-bit weights, against torch's and vLLM's 4-bit products."""
+    """Products against 16-bit weights in cuBLAS and, of codes, against torch's and vLLM's products of as many bits."""
     for size in sizes:
         weights = LinearVariants.draw(bench, kind, size)
         peers = {DENSE: _dense_product(weights.dense()), **weights.peers}

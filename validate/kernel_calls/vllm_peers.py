@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ridgeplan.validate.timing import Bench
 LAYERS = "vllm.model_executor.layers"
 MARLIN = f"{LAYERS}.quantization.utils.marlin_utils"
 SCALE = 2**-7  # of all experts' codes
+SYMMETRIC = MappingProxyType({4: "uint4b8", 8: "uint8b128"})  # scalar types, by bits
 
 
 def prepared(make: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
@@ -27,37 +29,43 @@ def prepared(make: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
     return lambda *arguments: call()(*arguments)
 
 
-def vllm_products(codes: Tensor, scale: Tensor, variants: int) -> dict[str, Product]:
-    """vLLM's W4A16 products by (codes - 8) * scale, arguments as of `tinygemm`.
+def vllm_products(codes: Tensor, scale: Tensor, bits: int, variants: int) -> dict[str, Product]:
+    """vLLM's W4A16 and W8A16 products by (codes - 2^(bits - 1)) * scale, arguments as of `tinygemm`.
 
-    GPTQ's order of codes, 8 along the inputs in a word, is what both repack at the first call. Its symmetric weights
-    lack the zero of ours, 1/33 of the bytes.
+    GPTQ's order of codes, 8 or 4 along the inputs in a word, is what both repack at the first call. Their symmetric
+    weights lack the zero of ours, 1/33 or 1/65 of the bytes. Of 4-bit weights Marlin multiplies x in 8 bits, too, with
+    one scale per row that a kernel before it finds (W4A8).
     """
     products = {"vLLM Marlin": marlin, "vLLM Machete": machete}
-    return {name: prepared(product, codes, scale, variants) for name, product in products.items()}
+    if bits == 4:
+        products["vLLM Marlin, INT8 x"] = partial(marlin, x_dtype=torch.int8)
+    return {name: prepared(product, codes, scale, bits, variants) for name, product in products.items()}
 
 
-def _gptq_words(codes: Tensor) -> Tensor:
-    shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32).view(1, 8, 1)
-    return (codes.int().t().reshape(-1, 8, len(codes)) << shifts).sum(1, dtype=torch.int32)
+def _gptq_words(codes: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 32, bits, device=codes.device, dtype=torch.int32).view(1, -1, 1)
+    return (codes.int().t().reshape(-1, 32 // bits, len(codes)) << shifts).sum(1, dtype=torch.int32)
 
 
-def marlin(codes: Tensor, scale: Tensor, variants: int) -> Product:
-    """Marlin's product, as in `vllm_products`."""
-    ops, utils, kind = import_module("vllm._custom_ops"), import_module(MARLIN), _scalar_type("uint4b8")
+def marlin(codes: Tensor, scale: Tensor, bits: int, variants: int, x_dtype: torch.dtype | None = None) -> Product:
+    """Marlin's product, as in `vllm_products`. x_dtype: of x in the product, by default its own."""
+    ops, utils, kind = import_module("vllm._custom_ops"), import_module(MARLIN), _scalar_type(SYMMETRIC[bits])
     outputs, inputs = codes.shape
     empty, scales = torch.empty(0, dtype=torch.int32, device=codes.device), scale.t().bfloat16().contiguous()
-    weight = ops.gptq_marlin_repack(_gptq_words(codes), empty, inputs, outputs, 4)
-    scales = utils.marlin_permute_scales(scales, inputs, outputs, inputs // len(scales))
+    weight = ops.gptq_marlin_repack(_gptq_words(codes, bits), empty, inputs, outputs, bits, x_dtype is not None)
+    scales = utils.marlin_permute_scales(scales, inputs, outputs, inputs // len(scales), x_dtype is not None)
+    options: dict[str, Any] = {"input_dtype": x_dtype}
+    if x_dtype is not None:
+        scales, options["input_global_scale"] = utils.marlin_act_int8_process_scales(scales)
     copies = [(weight.clone(), scales.clone()) for _ in range(variants)]
     fixed = empty, empty, empty, utils.marlin_make_workspace_new(codes.device), kind, outputs, inputs, True
-    return lambda x, i: utils.apply_gptq_marlin_linear(x, *copies[i], *fixed)
+    return lambda x, i: utils.apply_gptq_marlin_linear(x, *copies[i], *fixed, **options)
 
 
-def machete(codes: Tensor, scale: Tensor, variants: int) -> Product:
+def machete(codes: Tensor, scale: Tensor, bits: int, variants: int) -> Product:
     """Machete's product, as in `vllm_products`."""
-    ops, kind = import_module("vllm._custom_ops"), _scalar_type("uint4b8")
-    by_input, scales = _gptq_words(codes).t().contiguous().t(), scale.t().bfloat16().contiguous()
+    ops, kind = import_module("vllm._custom_ops"), _scalar_type(SYMMETRIC[bits])
+    by_input, scales = _gptq_words(codes, bits).t().contiguous().t(), scale.t().bfloat16().contiguous()
     types = {"a_type": torch.bfloat16, "b_type": kind, "group_scales_type": torch.bfloat16}
     weight, group = ops.machete_prepack_B(by_input, **types), codes.shape[1] // len(scales)
     copies = [{"b_q": weight.clone(), "b_group_scales": scales.clone()} for _ in range(variants)]
