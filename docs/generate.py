@@ -493,6 +493,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         model_tables.supported_families,
         model_tables.described_models,
         model_tables.experts_and_drafts,
+        model_tables.experts_and_plans,
         model_tables.measured_models,
         model_tables.measured_misses,
         model_tables.measured_parts,

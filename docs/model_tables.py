@@ -10,6 +10,7 @@ from readme_tables import result, table
 
 from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.families import families
@@ -18,6 +19,7 @@ from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.ops import activated_experts
 from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset, short_name
@@ -113,7 +115,7 @@ def described_models() -> str:
     return table(headers, rows)
 
 
-EXPERTS, DENSE, SKEW, GAMMAS = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", 1.0, range(1, 8)
+EXPERTS, DENSE, SKEW, GAMMAS = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", 1.0, range(1, MAX_GAMMA + 1)
 CONTEXTS, BATCHES = (4096, 32768), (1, 2, 4, 8, 16, 32)
 
 
@@ -246,3 +248,17 @@ def _best_gamma(shape: ModelShape, profile: Profile, context: int, batch: int) -
     plans = [replace(drafting, speculation=replace(drafting.speculation, gamma=gamma)) for gamma in GAMMAS]
     plain_ms, *times_ms = (each.best.tpot_ms for each in predict_all([plain, *plans], shape, profile))
     return f"{GAMMAS[times_ms.index(min(times_ms))]} ({plain_ms / min(times_ms):.2f}x)"
+
+
+def experts_and_plans() -> str:
+    """What `plan` recommends for the same models, with its speed against plain decoding, by context and batch."""
+    cells = [(model, context) for context in CONTEXTS for model in (EXPERTS, DENSE)]
+    rows = [(str(batch), *(_recommended(*each, batch) for each in cells)) for batch in BATCHES]
+    return table(("batch", *(f"{context // 1024}k: {model.partition('/')[2]}" for model, context in cells)), rows)
+
+
+def _recommended(model: str, context: int, batch: int) -> str:
+    answer = recommend(model, "h200", context, batch=batch)
+    gamma = answer.plan.speculation.gamma
+    drafts = f", gamma {gamma}" if gamma else ""
+    return f"{short_name(answer.name)}{drafts} ({answer.predicted.speedup:.2f}x)"
