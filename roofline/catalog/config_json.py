@@ -506,7 +506,7 @@ def routing_of(config: Config) -> Routing | None:
         "normalized": bool(_flag(keys, "norm_topk_prob", True)),
         "groups": groups,
         "kept_groups": kept_groups,
-        "scale": _number(keys, "routed_scaling_factor", 1),
+        "scale": _number(keys, "routed_scaling_factor", _number(keys, "router_scaling_factor", 1)),
         "min_sum": _number(keys, "moe_norm_min", 0),
     }
     return Routing(**fields | dict(family.routing))

@@ -28,7 +28,8 @@ class Family:
     `model_shape.TRAITS`. trained_contexts: tokens that YaRN's factor refers to, of models with another limit, by that
     limit.
 
-    What only the runtime reads: executed: whether it runs these models. hub_type: the `model_type` of the class in
+    What only the runtime reads: executed: whether it runs these models. unread: what its reader of checkpoints does not
+    know, of families that are not executed. hub_type: the `model_type` of the class in
     transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a
     layer stand, of NORM_NAMES. norm_offset: added to their weights. layer_norm: they are LayerNorms. interleaved_rope:
     RoPE turns each channel with the next one, not with the one half a head away. full_rope: layers of full attention
@@ -50,6 +51,7 @@ class Family:
     traits: tuple[str, ...] = ()
     trained_contexts: Mapping[str, int] = field(default_factory=dict)
     executed: bool = False
+    unread: str = ""
     hub_type: str = ""
     norms: str = "before"
     norm_offset: float = 0.0

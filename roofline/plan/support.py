@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
-from ridgeplan.roofline.catalog.families import executable_architectures, executed_instead
+from ridgeplan.roofline.catalog.families import executable_architectures, executed_instead, families
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
 from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, StoredBits, loaded_formats
@@ -287,7 +287,8 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     if shape.architecture in executable_architectures() and needs:
         return f"the runtime does not execute layers with {needs} yet"
     if shape.architecture not in executable_architectures():
-        needed = f": its layers have {needs}" if needs else ""
+        unread = families()[shape.architecture].unread if shape.architecture in families() else ""
+        needed = f": its layers have {needs}" if needs else unread and f": it reads no checkpoints with {unread}"
         instead = executed_instead(shape.architecture)
         return f"the runtime does not execute {shape.architecture!r} yet{needed} ({instead})"
     held = shape.weight_bits.format

@@ -30,6 +30,10 @@ MOE_SIZES |= {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
     },
+    "hy_v3": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_scaling_factor": 1.5,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "gpt_oss": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "intermediate_size": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},

@@ -12,7 +12,9 @@ import pytest
 from ridgeplan import validate
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.quality import losses
-from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.config_json import shape_from_config
+from ridgeplan.roofline.catalog.families import families
+from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.plan.policies.selections import Quest, SpecAttn, SpecExtend
 from ridgeplan.roofline.plan.policy import (
@@ -176,6 +178,21 @@ def test_the_runtime_executes_dense_families():
     message = f"the runtime does not execute 'nemotron_h' yet: {needed} ({instead})"
     assert missing_architecture(load_shape("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")) == message
     assert missing_architecture(load_shape("openai/gpt-oss-20b")) is None
+
+
+@pytest.mark.parametrize("name", [name for name, family in families().items() if not family.executed])
+def test_every_family_that_is_not_executed_has_a_reason(name):
+    """Its layers, or what its checkpoints hold; one model of Granite 4 has attention alone."""
+    keys = {
+        "model_type": name, "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 128, "max_position_embeddings": 128,
+        "num_experts_per_tok": 2, "full_attention_interval": 1,
+    }  # fmt: skip
+    models = [shape for shape in list_models() if shape.architecture == name] or [
+        shape_from_config(keys, name, "a test")
+    ]
+    reasons = [missing_architecture(shape) for shape in models]
+    assert all(f"{name!r} yet: its layers have" in each or "yet: it reads no checkpoints" in each for each in reasons)
 
 
 def test_runs_of_a_shared_set_hold_every_heads_keys():
