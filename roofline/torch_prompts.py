@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeplan.roofline import execution
-from ridgeplan.roofline.catalog.families import executable_architectures
-from ridgeplan.roofline.catalog.layers import Attention, State
+from ridgeplan.roofline.catalog.layers import DELTA_RULE, Attention, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
 from ridgeplan.roofline.ops import CHUNK_TOKENS
@@ -38,18 +37,19 @@ def as_executed(
 ) -> tuple[Op, ...]:
     """The operations of a prompt of `tokens` tokens after `held` ones, with those in torch in place of libraries'.
 
-    asynchronous: 1 on a GPU, 0 on a CPU.
+    Families that the runtime does not know count as well, if it has their layers. asynchronous: 1 on a GPU, 0 on a CPU.
     """
     traits = set(OTHER_SOFTMAX).intersection(shape.traits)
-    if shape.architecture not in executable_architectures() or not (shape.states or traits):
+    states = [each for each in shape.states if each[0].rule == DELTA_RULE and not each[0].gate_rank]
+    if not (states or traits):
         return ops
     sizes, in_flash = (tokens, held, element_bytes), 0 if SOFT_CAP in traits else asynchronous
     libraries = [op for op in ops if op.name in ATTENTION] if traits else []
     in_torch = [softmax_in_torch(shape, *each, *sizes) for each in shape.attentions] if traits else []
-    replaced = {*STATES, *(op.name for op in libraries)}
+    replaced = {*(STATES if states else ()), *(op.name for op in libraries)}
     return (
         *(op for op in ops if op.name not in replaced),
-        *(states_in_torch(state, layers, tokens) for state, layers in shape.states),
+        *(states_in_torch(state, layers, tokens) for state, layers in states),
         *(replace(op, name=SINKS_IN_FLASH, launches=op.launches * in_flash) for op in libraries),
         *(replace(op, launches=op.launches * (1 - in_flash)) for op in in_torch),
     )

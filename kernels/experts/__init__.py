@@ -145,7 +145,7 @@ def routed_mlp(
 
     x: [rows, hidden]; experts, weights: [rows, per_token], as `route` returns them; gate_up: weights of `count` experts
     from hidden to 2 x intermediate, gates first; down: back to hidden; biases: [count, outputs]. Of the weights only
-    those of experts hit are read. Codes and few rows of 16 bits run in CUDA C++ on Hopper and newer. Raises ValueError
+    those of experts hit are read. Few rows of codes and MXFP4 run in CUDA C++ on Hopper and newer. Raises ValueError
     for weights that do not fit x or each other.
     """
     hidden = x.shape[1]

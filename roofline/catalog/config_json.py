@@ -213,15 +213,15 @@ def _global_heads(config: Config) -> Fields:
     }
 
 
-def _whole(config: Config, key: str, default: int | None = None) -> int:
-    """A whole number small enough to compute with; ModelShape checks its exact range."""
+def _whole(config: Config, key: str, default: int | None = None, least: int = 0, most: int = 10**9) -> int:
+    """A whole number small enough to compute with; ModelShape checks the exact range of most."""
     value = config.get(key)
     if value is None and default is not None:
         return default
     if value is None:
         raise ValueError(f"{key} is missing")
-    if type(value) is not int or not 0 <= value <= 10**9:
-        raise ValueError(f"{key} must be a whole number from 0 to 1000000000, not {brief(value)}")
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{key} must be a whole number from {least} to {most}, not {brief(value)}")
     return value
 
 
@@ -346,10 +346,7 @@ def layer_kinds(config: Config, family: known.Family) -> list[tuple[str, str]]:
 
 
 def _layer_count(config: Config) -> int:
-    count = _whole(config, "num_hidden_layers")
-    if not 1 <= count <= MAX_LAYERS:
-        raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MAX_LAYERS}, not {count}")
-    return count
+    return _whole(config, "num_hidden_layers", least=1, most=MAX_LAYERS)
 
 
 def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:

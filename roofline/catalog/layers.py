@@ -274,7 +274,7 @@ class MLP(Checked):
         if not self.experts:
             return None if self.intermediate else "an MLP needs intermediate or experts"
         if not 1 <= self.experts_per_token <= self.experts:
-            return f"experts_per_token is {self.experts_per_token}; allowed: 1 to {self.experts}, the number of experts"
+            return f"num_experts_per_tok is {self.experts_per_token}; allowed: 1 to {self.experts}, the experts"
         return None if self.expert_intermediate else "expert_intermediate is 0; allowed: 1 or more with experts"
 
     @property

@@ -37,7 +37,7 @@ def preset(name: str, workload: Workload) -> Plan:
     if name not in PRESETS:
         near = get_close_matches(name, PRESETS, n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise PlanError(f"unknown preset {brief(name)}.{hint} Known: {', '.join(PRESETS)}")
+        raise PlanError(f"unknown preset {brief(name)}.{hint} Allowed: {', '.join(PRESETS)}, and stored for GGUF files")
     return PRESETS[name](workload)
 
 

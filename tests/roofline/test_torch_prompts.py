@@ -79,6 +79,15 @@ def test_first_tokens_of_such_models_are_guesses(h200_profile, name, asynchronou
     assert predicted.high.ttft_ms > 2 * predicted.best.ttft_ms
 
 
+def test_states_of_an_unknown_family_are_priced_as_those_of_a_known_one(h200_profile):
+    known = load_shape("Qwen/Qwen3.5-9B")
+    plan = preset("autoregressive", Workload(known.name, "h200", 32768))
+    shapes = known, replace(known, architecture="unheard_of")
+    first, second = (predict(plan, shape, h200_profile) for shape in shapes)
+    assert first.best.ttft_ms == second.best.ttft_ms
+    assert list(prompt_notes(first, 1)) == list(prompt_notes(second, 1))
+
+
 def test_sinks_on_a_gpu_are_priced_at_flash_attentions_rate(h200_profile):
     """The full layers of a long prompt are bound by arithmetic, which cuDNN does faster."""
     shape, seconds = load_shape("gpt-oss-20b"), []

@@ -492,7 +492,7 @@ def test_gguf_window_and_head_dim(tmp_path: Path) -> None:
         ("llama", {"expert_count": 8}, "mixtures of experts"),
         ("llama", {"attention.head_count": 0}, "q_heads is 0; allowed"),
         ("llama", {"attention.head_count_kv": 3}, "q_heads is 4; allowed: a multiple of kv_heads, 3"),
-        ("llama", {"block_count": 4_000_000_000}, "a whole number from 0 to 1000000000, not 4000000000"),
+        ("llama", {"block_count": 4_000_000_000}, "a whole number from 1 to 10000, not 4000000000"),
     ],
 )
 def test_bad_gguf_metadata(tmp_path: Path, architecture: str, metadata: dict[str, int], message: str) -> None:
