@@ -32,7 +32,6 @@ MOE_SIZES |= {
     },
     "hy_v3": {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_scaling_factor": 1.5,
-        "mlp_layer_types": ["dense", "sparse"],
     },
     "gpt_oss": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "intermediate_size": 32,
