@@ -315,7 +315,8 @@ def _with_speedup(predicted: Prediction, baseline: Prediction, question: Questio
     if question is None:
         return compared
     tpot_ms, plain_ms = sampled_tpot_ms([predicted, baseline], question.profile, question.engine)
-    return replace(compared, beats_plain=float((tpot_ms < plain_ms).mean()))
+    sure = float((tpot_ms < plain_ms).mean())
+    return replace(compared, beats_plain=sure if predicted.acceptance.low else None)  # drafts may fail altogether
 
 
 def noise_note(predicted: Prediction, baseline: Prediction, question: Question) -> str | None:

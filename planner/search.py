@@ -50,7 +50,7 @@ GAMMAS = tuple(range(1, MAX_GAMMA + 1))
 class Family:
     """Plans that differ only in gamma, ratio and depth: a template, and the values of each. A drafter follows gamma.
 
-    depths: proposals of a cascade at a time; 0 for the template's.
+    depths: proposals of a cascade at a time; 0 for the template's. No family has several ratios and depths.
     Budgets of lossy policies are the template's: fewer tokens are always faster, and a latency model cannot weigh that
     against the loss of quality.
     """
@@ -64,12 +64,7 @@ class Family:
     @property
     def size(self) -> int:
         """Number of plans in the grid."""
-        return len(self.gammas) * len(self.choices)
-
-    @property
-    def choices(self) -> tuple[tuple[float, int], ...]:
-        """Ratios with depths; no family has several of both."""
-        return tuple(product(self.ratios, self.depths))
+        return len(self.gammas) * len(self.ratios) * len(self.depths)
 
     def plan(self, gamma: int, ratio: float, depth: int = 0) -> Plan:
         """The plan at one point of the grid."""
@@ -317,15 +312,15 @@ def figures_of(
 ) -> Figures:
     """Every plan of some families, [contexts, families, plans, batches], at workloads of all batches, one per context.
 
-    The plans of a family are its gammas times its choices, and what depends on one of these is computed for it only.
-    Families with fewer values than others repeat their last one.
+    The plans of a family are its gammas times its ratios or depths, and what depends on one of these is computed for
+    it only. Families with fewer values than others repeat their last one.
     """
     shape, machine, per_family = question.shape, question.machine, (len(searched), 1, 1, 1)
     templates = [[at_workload(family.template, workload) for family in searched] for workload in workloads]
     strategies = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
     rates = [rates_of(family.template, shape, machine) for family in searched]
-    gammas, choices = (_padded([getattr(family, axis) for family in searched]) for axis in ("gammas", "choices"))
-    ratios, depths = np.moveaxis(choices, 2, 0)
+    gammas = _padded([family.gammas for family in searched])
+    ratios, depths = np.moveaxis(_padded([[*product(each.ratios, each.depths)] for each in searched]), 2, 0)
     gamma, ratio, depth = gammas[:, :, None, None], ratios[:, None, :, None], depths[:, None, :, None]
     contexts = np.array([workload.context for workload in workloads], dtype=float)[:, None, None, None, None]
     rank_batches = np.ceil(np.array(batches, dtype=float) / shape.parallel.data)
@@ -339,7 +334,7 @@ def figures_of(
         "acceptance": _acceptance(models, templates, gammas, ratios),
     }
     if any(family.template.speculation.drafter.active for family in searched):
-        terms |= _tiers(searched, templates, gammas, depths)
+        terms |= _tiers(searched, templates, gammas, depths.shape[1])
     if any(family.template.speculation.adapts_to_text for family in searched):
         terms["adaptation"] = np.array([
             [adaptation(plan, shape, machine, model, plan.speculation.round_kind, rank_batches) for plan in row]
@@ -356,20 +351,12 @@ def figures_of(
 
 
 def _tiers(
-    searched: Sequence[Family], templates: Sequence[Sequence[Plan]], gammas: np.ndarray, depths: np.ndarray
+    searched: Sequence[Family], templates: Sequence[Sequence[Plan]], gammas: np.ndarray, choices: int
 ) -> dict[str, np.ndarray]:
     """Proposals at a time, passes that verify them, [families, gammas, choices, 1], and for workloads their acceptance.
 
-    gammas, depths: [families, gammas or choices]; templates: by workload and family.
+    templates: by workload and family. gammas: [families, gammas].
     """
-    known: dict[tuple[Any, ...], np.ndarray] = {}  # of families whose rounds are alike
-
-    def rounds_of(family: Family, gammas: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        speculation = family.template.speculation
-        key = speculation.drafter, speculation.adaptive, gammas.tobytes(), depths.tobytes()
-        if key not in known:
-            known[key] = np.array([[family.round(int(gamma), int(depth)) for depth in depths] for gamma in gammas])
-        return known[key]
 
     @cache
     def accepted(kind: DrafterKind, workload: Workload) -> np.ndarray:
@@ -379,7 +366,9 @@ def _tiers(
         acceptance = proposal_acceptance(kind, workload)
         return np.array([acceptance.at(max(depth, 1))[1] for depth in range(MAX_GAMMA + 1)])
 
-    _, passes, depth = np.moveaxis(np.stack([*map(rounds_of, searched, gammas, depths)]), 3, 0)
+    rounds = [[[family.round(int(gamma), depth) for gamma in row] for depth in family.depths]
+              for family, row in zip(searched, gammas, strict=True)]  # fmt: skip
+    _, passes, depth = np.moveaxis(_padded(rounds, choices), (3, 1), (0, 3)).astype(int)
     each = [[accepted(plan.speculation.drafter.kind, plan.workload) for plan in row] for row in templates]
     at_depth = np.take_along_axis(np.array(each), depth.reshape(1, len(searched), -1), axis=2)
     return {
@@ -389,8 +378,8 @@ def _tiers(
     }
 
 
-def _padded(rows: Sequence[Sequence[Any]]) -> np.ndarray:
-    longest = max(map(len, rows))
+def _padded(rows: Sequence[Sequence[Any]], longest: int = 0) -> np.ndarray:
+    longest = longest or max(map(len, rows))
     return np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=float)
 
 

@@ -237,19 +237,15 @@ def _time(result: PlanEstimate) -> Iterator[str]:
         f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x {plain_text(result.shape)} ({time_text(plain_ms)})"
     )
     kind, gain = predicted.drafting.kind, predicted.drafting.gain
-    tokens = f"takes {time_text(predicted.round_ms)} and yields {predicted.tokens_per_round / gain:.2f} tokens"
-    if plan.speculation.adapts_to_text:
-        yield f"  rounds adapt; on the mean text one settles at gamma {gamma_text(kind)}, which {tokens}:"
-    else:
-        yield f"  a round {tokens}:"
+    adapts = f"rounds adapt: as texts differ they gain {gain - 1:+.1%} over one of gamma {gamma_text(kind)}, which"
+    what = adapts if plan.speculation.adapts_to_text else "a round"
+    tokens = predicted.tokens_per_round / gain
+    yield f"  {what} takes {time_text(predicted.round_ms)} and yields {tokens:.2f} tokens:"
     for part, seconds in predicted.round_s.items():
         if seconds:
             passes = f" ({round_shape(kind).passes} x {time_text(predicted.draft_step_ms)})"
             drafts = passes if part == "draft" else ""
             yield f"    {part:<14}{time_text(1e3 * seconds):>10} {1e5 * seconds / predicted.round_ms:3.0f}%{drafts}"
-    if plan.speculation.adapts_to_text:
-        change = f"{abs(1 / gain - 1):.1%} {'less' if gain > 1 else 'more'} time per token"
-        yield f"  as texts of a kind differ, rounds that adapt take {change} than that"
     if plan.speculation.active:
         rate = predicted.acceptance
         yield f"  acceptance {rate.best:.3f} ({rate.low:.3f} to {rate.high:.3f}), {rate.source}: {rate.where}"

@@ -4,7 +4,8 @@ A drafter's acceptance depends on the text more than on the model: a suffix repe
 are of one kind of text, and a drafter without a row of the workload's kind is not searched. Between the contexts of a
 measurement acceptance is linear in their logarithm, and measurements are pooled by their passes and comparisons.
 Proposals of a head that reads the whole context decay with it; where no row says how, they do as EAGLE-3's were
-published to.
+published to. Far beyond the contexts of other drafters' rows nothing is known: the band reaches down to no gain, and a
+block drafter's pass has no more tokens than the one that was published for long contexts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ridgeplan.roofline.drafters import pass_tokens
 from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH, MAX_GAMMA
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Workload
 
+LONG_BLOCK = "DFlash2"  # of the block drafters, the one with published rows up to 184k tokens
 GIVEN_DEPTH = MAX_ACCEPTANCE_LENGTH - 1  # proposals of the passes whose tokens a user states
 NEAR_CONTEXT = 4.0  # factor of context within which measurements are pooled
 GENERATION_POINTS = 8  # contexts of a generation at which acceptance is taken
@@ -122,12 +124,16 @@ def _pooled(rows: Sequence[DrafterRow], workload: Workload) -> ProposalAcceptanc
     nearest = min(rows, key=lambda row: (_outside([row], workload.context), -(row.rounds or UNCOUNTED_ROUNDS)))
     models, last = {row.model for row in rows}, max(row.context for row in rows)
     where = f"{len(rows)} rows of {len(models)} models, the nearest {nearest}" if len(series) > 1 else str(nearest)
+    beyond = nearest.name != EAGLE3 and 0 < NEAR_CONTEXT * last < workload.context
     if nearest.name == EAGLE3 and 0 < last < workload.final_context - 1:
         where += f", which decays with the context as published: {ContextDecay.of(EAGLE3)}"
+    elif beyond:
+        capped = f", at most as published: {ContextDecay.of(LONG_BLOCK)}" if nearest.kind is DrafterKind.BLOCK else ""
+        where += f", far beyond its context{capped}"
     return ProposalAcceptance(
-        hit, tuple(reached), (min(gains) / gain, max(gains) / gain),
+        hit, tuple(reached), (0.0 if beyond else min(gains) / gain, max(gains) / gain),
         float(counts[:, :, 1 : MAX_GAMMA + 1].sum((0, 2)).mean()) if counted else 0.0,
-        nearest.source if of_model else "transferred", where, depth,
+        "extrapolated" if beyond else nearest.source if of_model else "transferred", where, depth,
     )  # fmt: skip
 
 
@@ -142,14 +148,24 @@ def _outside(series: Sequence[DrafterRow], context: int) -> float:
 
 
 def _counts_at(series: Sequence[DrafterRow], contexts: np.ndarray) -> np.ndarray:
-    """A measurement's counts at contexts; beyond its last those of an EAGLE-3 head decay as published."""
+    """A measurement's counts at contexts; beyond its last those of an EAGLE-3 head decay as published.
+
+    Those of a block drafter fall from NEAR_CONTEXT times its last context on, and have no more tokens than LONG_BLOCK's
+    passes from the square of that factor on.
+    """
     logs, last = np.log([max(row.context, 1) for row in series]), series[-1]
     weights = np.stack([np.interp(np.log(contexts), logs, of_row) for of_row in np.eye(len(series))], axis=1)
     counts = weights @ np.stack([row.counts for row in series])
     if last.name == EAGLE3 and last.context:
         decay = ContextDecay.of(EAGLE3)
-        kept = [decay.tokens_at(context, 2.0, last.context) - 1 for context in contexts]
-        counts[:, 2:] *= np.array(kept)[:, None]  # all that follows passes and hits
+        kept = np.array([decay.tokens_at(context, 2.0, last.context) - 1 for context in contexts])
+    elif last.kind is DrafterKind.BLOCK and 0 < NEAR_CONTEXT * last.context < contexts[0]:
+        gains = np.array([ContextDecay.of(LONG_BLOCK).tokens(context) - 1 for context in contexts])
+        far = np.interp(np.log(contexts / last.context) / math.log(NEAR_CONTEXT), (1, 2), (0, 1))
+        kept = 1 - far * (1 - np.minimum(1, gains / (last.pass_tokens - 1)))
+    else:
+        return np.asarray(counts)
+    counts[:, 2:] *= kept[:, None]  # all that follows passes and hits
     return np.asarray(counts)
 
 

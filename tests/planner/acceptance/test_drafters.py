@@ -464,9 +464,23 @@ def test_a_profile_of_a_block_drafter_is_no_heads(h200_profile, tmp_path):
     assert not proposal_acceptance(HEAD, answer.plan.workload).known
 
 
+@pytest.mark.parametrize("text", ["code", "docs", "chat"])
+def test_far_beyond_its_rows_a_block_drafter_is_extrapolated(text, h200_profile):
+    """Short prompts tell nothing of 120k tokens, where 1.92 to 2.08 tokens a pass were published of another model."""
+    near, far, farther = (
+        proposal_acceptance(BLOCK, Workload("Qwen3.8-27B", "h200", context, text=text))
+        for context in (1024, 32768, 122880)
+    )
+    assert near.source == "published" and far.source == farther.source == "extrapolated"
+    assert tokens_of_pass(near, 7) > 3 > 2.1 > tokens_of_pass(far, 7) == pytest.approx(tokens_of_pass(farther, 7), 0.1)
+    assert far.at(7)[0] == 0 and "far beyond its context, at most as published" in far.where
+    best = planner.recommend("Llama-3.1-8B", "h200", 122880, text=text, profile=h200_profile).best_estimated
+    assert best is None or best.predicted.beats_plain is None
+
+
 def test_block_drafters_are_priced_with_their_published_acceptance(h200_profile):
     for text, length in (("code", 3.82), ("prose", 3.26), ("docs", 4.07), ("chat", 3.15)):
-        known = proposal_acceptance(BLOCK, Workload("Qwen3.8-27B", "h200", 4096, text=text))
+        known = proposal_acceptance(BLOCK, Workload("Qwen3.8-27B", "h200", 1024, text=text))
         assert known.source == "published" and tokens_of_pass(known, 7) == pytest.approx(length, abs=0.01)
     for backend in ("ridgeplan", "vllm"):
         answer = planner.recommend(
