@@ -43,7 +43,7 @@ from ridgeplan.planner.export.rules import rules
 from ridgeplan.planner.quality import AGREEMENT, EARLY_RECALL, FIDELITY, LATE_RECALL
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.execution import runs_integers
-from ridgeplan.roofline.latency import RateTerms
+from ridgeplan.roofline.latency import INTEGER_CLASSES, RateTerms
 from ridgeplan.validate.papers.comparison import Cell, compare_all, targets_of
 from ridgeplan.validate.papers.rows import list_engines
 from ridgeplan.validate.suite.report import SuiteReport, summaries
@@ -70,6 +70,8 @@ def classes(name: str) -> str:
         ends = [
             cell for at in (single, many) for cell in (f"{at.bandwidth_utilization:.0%}", f"{1e6 * at.launch_s:.1f}")
         ]
+        if kind in INTEGER_CLASSES:
+            ends[2:] = "", ""  # of up to 4 rows
         rows.append((kind, *ends, f"{rates.compute_utilization:.0%}", f"{rates.spread:.0%}"))
     head = f"{profile.device}, {profile.date}, torch {profile.software['torch']}; `{name}.json`"
     columns = (
@@ -329,10 +331,20 @@ def breakdown(name: str, preset: str) -> str:
 
 
 def kernels(name: str, *kernels_shown: str) -> str:
-    """Every kernel, or just those that are wanted, with its peer and its target."""
-    columns = ("kernel", "ours, us", "peer, us", "ratio", "roof", "error", "target, us", "", "peer")
-    rows = (row for row in result(name)["rows"] if not kernels_shown or row["kernel"] in kernels_shown)
-    return table(columns, map(bench.row_texts, rows))
+    """Every kernel, or just those that are wanted, with its peer and its target, and a faster peer if there is one."""
+    columns = ("kernel", "ours, us", "peer, us", "ratio", "roof", "error", "target, us", "", "peer", "faster peer")
+    rows = [row for row in result(name)["rows"] if not kernels_shown or row["kernel"] in kernels_shown]
+    lines = [(*bench.row_texts(row), _faster_peer(row)) for row in rows]
+    if not any(faster for *_, faster in lines):
+        columns, lines = columns[:-1], [line[:-1] for line in lines]
+    return table(columns, lines)
+
+
+def _faster_peer(row: Mapping[str, Any]) -> str:
+    """Another project's kernel that is faster than the row's peer, and its time over ours."""
+    times = {name: us for name, us in row.get("peers_us", {}).items() if not name.startswith("ours")}
+    name = min(times, key=times.__getitem__, default="")
+    return f"{name}, {times[name] / row['ours_us']:.2f}x" if name and times[name] < row["peer_us"] else ""
 
 
 def kernel_targets(name: str) -> str:

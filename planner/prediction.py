@@ -25,7 +25,7 @@ from ridgeplan.roofline.collectives import COLLECTIVES
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.evaluate import Estimate, at_acceptance, engine_prompts, evaluate, pass_ops
 from ridgeplan.roofline.execution import RoundKind, round_shape
-from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms, StrategyRates
+from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms, StrategyRates, integer_kind
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.support import layer_needs
@@ -99,13 +99,15 @@ class OpTime:
 class PartTimes:
     """One part of the work, of all plans predicted together.
 
-    Seconds and relative speed of the arithmetic of each operation, and relative spread: [plans].
+    Seconds and relative speed of the arithmetic of each operation, whether it is a product of integers, and relative
+    spread: [plans].
     """
 
     part: str
     ops: tuple[Op, ...]
     seconds: tuple[np.ndarray, ...]
     arithmetic: tuple[np.ndarray, ...]
+    integers: tuple[np.ndarray, ...]
     spread: np.ndarray
 
 
@@ -121,9 +123,11 @@ class BreakdownSource:
     def op_times(self) -> Iterator[OpTime]:
         """The operations that the plan launches, part by part."""
         for times in self.parts:
-            for op, seconds, arithmetic in zip(times.ops, times.seconds, times.arithmetic, strict=True):
+            columns = times.ops, times.seconds, times.arithmetic, times.integers
+            for op, seconds, arithmetic, integers in zip(*columns, strict=True):
                 if self._launches(times.part, seconds):
                     total, kind = op.total, class_of_op(self.plan, self.shape, times.part, op)
+                    kind = integer_kind(kind) if integers[self.index] else kind
                     flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                     launches = int(_at(op.launches, self.index))
                     yield OpTime(
@@ -386,7 +390,10 @@ def _parts(
     for name, gap_s in (("draft", machine.draft_gap_s), ("target", machine.target_gap_s)):
         gap, part_rates = Op("between kernels", "gap", Cost(), shape.layers), pass_rates[name]
         timed[name].append((gap, machine.gap_seconds(part_rates, shape.layers, gap_s), part_rates["gap"].spread))
-    return tuple(_part(name, rows, count) for name, rows in timed.items())
+    return tuple(
+        _part(name, rows, count, integers=partial(machine.integers, pass_rates=pass_rates[name]))
+        for name, rows in timed.items()
+    )
 
 
 def _timed(op: Op, machine: Machine, rates: dict[str, RateTerms]) -> tuple[Op, Term, Term]:
@@ -399,13 +406,15 @@ def _spread(op: Op, machine: Machine, rates: dict[str, RateTerms]) -> Term:
 
 
 def _part(
-    name: str, timed: Sequence[tuple[Op, Term, Term]], count: int, arithmetic: Callable[[Op], Term] = lambda _: 1.0
-) -> PartTimes:
+    name: str, timed: Sequence[tuple[Op, Term, Term]], count: int, arithmetic: Callable[[Op], Term] = lambda _: 1.0,
+    integers: Callable[[Op], Term] = lambda _: 0.0,
+) -> PartTimes:  # fmt: skip
     ops, *terms = zip(*timed, strict=True)
-    seconds, spreads, speeds = (
-        tuple(np.broadcast_to(each, (count,)) for each in values) for values in (*terms, map(arithmetic, ops))
+    seconds, spreads, speeds, whole = (
+        tuple(np.broadcast_to(each, (count,)) for each in values)
+        for values in (*terms, map(arithmetic, ops), map(integers, ops))
     )
-    return PartTimes(name, ops, seconds, speeds, np.average(spreads, axis=0, weights=seconds))
+    return PartTimes(name, ops, seconds, speeds, whole, np.average(spreads, axis=0, weights=seconds))
 
 
 def _prediction(

@@ -213,10 +213,15 @@ class Machine(Device):
         rates = pass_rates.get(op.kind)
         if rates is None:
             return self.rates[op.kind]
-        rates, integers = pass_rates.get(op.rate_kind, rates), pass_rates.get(integer_kind(op.kind))
-        if integers is None or _is_zero(integers.integer_inputs):
-            return rates
-        return select_rates(takes_integers(op.depth, integers.integer_inputs), integers, rates)
+        rates, integers = pass_rates.get(op.rate_kind, rates), self.integers(op, pass_rates)
+        return rates if _is_zero(integers) else select_rates(integers, pass_rates[integer_kind(op.kind)], rates)
+
+    def integers(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> Term:
+        """1 where the operation is a product of integers, with the rates of that class, else 0."""
+        rates = pass_rates.get(integer_kind(op.kind))
+        if rates is None or _is_zero(rates.integer_inputs):
+            return 0.0
+        return takes_integers(op.depth, rates.integer_inputs)
 
     def gemm_rates(self, rows: Term, dense: Term, decode: RateTerms) -> RateTerms:
         """Rates of a matrix product of `rows` rows: those of its class in a decode pass, as far as they were measured.

@@ -153,6 +153,23 @@ def test_measured_acceptance_leaves_the_calibration_as_the_weakest_source(h200_p
     assert predict(plan, shape, replace(h200_profile, acceptance=(asdict(row),))).source == "calibrated"
 
 
+def test_the_breakdown_names_the_classes_whose_rates_apply():
+    """Of 3 drafts of 1 sequence 4 rows are verified, of 2 sequences 8, and 4-bit drafts with 4 rows take 14336 inputs
+    in bfloat16."""
+    (profile,) = shipped_profiles()
+    kinds, plans = {}, [plan_of("quantspec-int8", batch=batch) for batch in (1, 2, 4)]
+    plans = [replace(plan, speculation=plan.speculation.with_gamma(3)) for plan in plans]
+    for plan, predicted in zip(plans, predict_all(plans, LLAMA, profile), strict=True):
+        kinds[plan.workload.batch] = {(op.part, op.op): op.kind for op in predicted.breakdown}
+    rows = ("draft", "qkv projection"), ("draft", "mlp down"), ("target", "mlp down"), ("target", "lm head")
+    names = {batch: [kinds[batch][row].removeprefix("linear_") for row in rows] for batch in kinds}
+    assert names == {
+        1: ["int4_integer", "int4_integer", "int8_integer", "int8_integer"],
+        2: ["int4_integer", "int4_integer", "int8", "int8"],
+        4: ["int4_integer", "int4", "int8", "int8"],
+    }
+
+
 def test_the_breakdown_holds_what_a_plan_launches(h200_profile):
     plain, drafting = predict_all([plan_of("autoregressive"), plan_of("quantspec")], LLAMA, h200_profile)
     assert {op.part for op in plain.breakdown} == {"prefill", "target"}
