@@ -27,7 +27,6 @@ from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.catalog.validation import flag, number, one_of, together, whole
-from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
 from ridgeplan.roofline.latency import TIMED_HEAD_DIM, Machine, experts_kind
 from ridgeplan.roofline.plan.plan import (
     MAX_BATCH,
@@ -93,7 +92,7 @@ class SearchOptions(PlanPart):
     expert_parallel: bool | None = None
     text: TextKind | None = one_of(TextKind, default=None)  # kind of text, for plans with a drafter; None searches none
     drafter: DrafterKind | None = one_of(DrafterKind, default=None)  # suffix by default, of which the user measured ...
-    acceptance_length: float = number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)  # ... tokens of a pass with 4 proposals
+    acceptance_length: float = number(0, MAX_TOKENS, default=0.0)  # ... tokens of a pass with 4 proposals
     drafter_head: str | None = None  # folder of a trained draft head, which plans may then use
 
     def __post_init__(self) -> None:
@@ -127,8 +126,8 @@ class SearchOptions(PlanPart):
         Raises PlanError for an acceptance length below 1, a drafter without one, and a draft head that cannot be read.
         """
         length, folder = self.acceptance_length, self.drafter_head or ""
-        allowed = "allowed: with acceptance_length; text and drafter_head need no drafter"
-        require(self.drafter is None or length > 0, f"drafter is {self.drafter} without its acceptance; {allowed}")
+        allowed = "allowed: with it (1 to 5), or text or drafter_head instead of drafter"
+        require(not self.drafter or length > 0, f"drafter is {self.drafter} without acceptance_length; {allowed}")
         if folder:
             head_settings(folder)
         described = replace(
@@ -223,8 +222,12 @@ class Question:
         return None
 
     def unsupported(self, plan: Plan) -> str | None:
-        """What the backend lacks to execute a plan, or the profile to predict it; None if nothing."""
-        return unsupported(plan, self.options.backend, self.shape, self.profile)
+        """What the backend lacks to execute a plan, or the profile to predict it; None if nothing.
+
+        Engines draft nothing beyond a head's configuration, which this package's runtime does.
+        """
+        missing = unsupported(plan, self.options.backend, self.shape, self.profile)
+        return missing or (head_end(plan.workload) if self.engine and plan.speculation.drafter.trained else None)
 
     def priced(self, plan: Plan) -> bool:
         """Whether the engine's times cover a plan: as a step of a head also one with a block drafter, an estimate."""
@@ -313,6 +316,8 @@ class Question:
         backend = self.options.backend
         if (workload.text or workload.acceptance_length) and backend in (Backend.SGLANG, Backend.VLLM_PLUGIN):
             yield f"text and acceptance length are ignored: of drafters in {backend} nothing was measured"
+        if end := head_end(workload):
+            yield f"{end}, where {f'{self.engine_title} drafts nothing' if self.engine else 'its acceptance may decay'}"
         if workload.parallel != SINGLE:
             gpus = workload.parallel.gpus
             links = links_title(hardware, gpus)
@@ -347,6 +352,13 @@ class Question:
                 f"the memory limit of {size_text(limit)} is more than {hardware.name} may use, "
                 f"{size_text(self.memory_limit_bytes)} of {size_text(hardware.memory_bytes)}"
             )
+
+
+def head_end(workload: Workload) -> str | None:
+    """That sequences end beyond the configuration of the workload's draft head, if it has one; None otherwise."""
+    limit = head_settings(workload.drafter_head).max_context if workload.drafter_head else 0
+    end = f"sequences end at {workload.final_context} tokens, beyond the {limit} of the draft head's configuration"
+    return end if 0 < limit < workload.final_context else None
 
 
 def plugin_notes(overhead_ms: float) -> Iterator[str]:

@@ -310,13 +310,12 @@ def _predicted(listed: Sequence[Candidate], question: Question) -> tuple[Predict
 
 
 def _with_speedup(predicted: Prediction, baseline: Prediction, question: Question | None) -> Prediction:
-    """With the speed-up over plain decoding and, given the question, the probability that there is one."""
+    """With the speed-up over plain decoding and, given the question, its probability unless all drafts may fail."""
     compared = predicted.against(baseline)
     if question is None:
         return compared
     tpot_ms, plain_ms = sampled_tpot_ms([predicted, baseline], question.profile, question.engine)
-    sure = float((tpot_ms < plain_ms).mean())
-    return replace(compared, beats_plain=sure if predicted.acceptance.low else None)  # drafts may fail altogether
+    return replace(compared, beats_plain=float((tpot_ms < plain_ms).mean()) if predicted.acceptance.low else None)
 
 
 def noise_note(predicted: Prediction, baseline: Prediction, question: Question) -> str | None:

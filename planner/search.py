@@ -360,10 +360,8 @@ def _tiers(
 
     @cache
     def accepted(kind: DrafterKind, workload: Workload) -> np.ndarray:
-        """By proposals at a time."""
-        if kind is DrafterKind.NONE:
-            return np.zeros(MAX_GAMMA + 1)
-        acceptance = proposal_acceptance(kind, workload)
+        """By proposals at a time; of plans without a drafter it does not count."""
+        acceptance = proposal_acceptance(DrafterKind.SUFFIX if kind is DrafterKind.NONE else kind, workload)
         return np.array([acceptance.at(max(depth, 1))[1] for depth in range(MAX_GAMMA + 1)])
 
     rounds = [[[family.round(int(gamma), depth) for gamma in row] for depth in family.depths]

@@ -161,6 +161,8 @@ def acceptance(
     """
     path = require_extensible(output)
     if drafters["drafter"]:
+        if drafts != DRAFTS:
+            raise click.UsageError("--drafts and --drafter measure in different ways; allowed: one of them")
         report_drafters(
             model, text, text_name, ctx, tokens, calibration=calibration, yarn=yarn, output=None, rows=path,
             as_json=as_json, **drafters,

@@ -149,9 +149,8 @@ def _print(result: PlanEstimate) -> None:
     unsupported = only_estimated(result.plan, result.shape)
     for note in (*result.notes, *_overheads(result), *([unsupported] if unsupported else [])):
         echo(wrapped(f"  note: {note}"))
-    gamma = f"adaptive up to {speculation.gamma}" if speculation.adaptive else ""
-    if speculation.drafter.cascades and not gamma:
-        gamma = f"gamma {gamma_text(speculation.round_kind)}"
+    fixed = f"gamma {gamma_text(speculation.round_kind)}" * speculation.drafter.cascades
+    gamma = f"adaptive up to {speculation.gamma}" if speculation.adaptive else fixed
     rows = [(short_name(result.name), *opt.figures(predicted), gamma),
             (plain_text(result.shape), *opt.figures(result.baseline), "")]  # fmt: skip
     print_table(f"Prediction ({opt.FIGURES_NOTE})", ("plan", *opt.FIGURES, ""), rows)
@@ -243,8 +242,7 @@ def _time(result: PlanEstimate) -> Iterator[str]:
     yield f"  {what} takes {time_text(predicted.round_ms)} and yields {tokens:.2f} tokens:"
     for part, seconds in predicted.round_s.items():
         if seconds:
-            passes = f" ({round_shape(kind).passes} x {time_text(predicted.draft_step_ms)})"
-            drafts = passes if part == "draft" else ""
+            drafts = f" ({round_shape(kind).passes} x {time_text(predicted.draft_step_ms)})" * (part == "draft")
             yield f"    {part:<14}{time_text(1e3 * seconds):>10} {1e5 * seconds / predicted.round_ms:3.0f}%{drafts}"
     if plan.speculation.active:
         rate = predicted.acceptance

@@ -110,6 +110,7 @@ def run(
     limit = opt.DEFAULT_RUN_TOKENS if max_new_tokens is None else max_new_tokens
     if request.saved is not None:
         plan = request.plan()
+        startup.end("plan")  # with the calibration of a machine on which rounds adapt
         limit = min(limit, plan.workload.new_tokens) if max_new_tokens is None else limit
         ids = token_ids(inputs, request.source, plan.workload.context, cut=truncate)
         startup.end("model files and prompt")
@@ -118,8 +119,8 @@ def run(
         ids = token_ids(inputs, request.source, room, cut=truncate)
         startup.end("model files and prompt")
         plan = request.plan(request.ctx or planned_context(ids, room), limit)
+        startup.end("plan")
     check_request(ids, plan.workload, request.source, limit)  # before weights, which take minutes to load
-    startup.end("plan")
     engine = request.load(plan)
     startup.end("weights")
     params = replace(params, stop_token_ids=engine.stop_token_ids)

@@ -151,9 +151,8 @@ def gamma(
         (tokens_text(context), *(_text(cell) for cell in cells if cell.context == context), "")
         for context in dict.fromkeys(cell.context for cell in cells)
     ]
-    tiers = " (drafts/passes/proposals to each)" if cells[0].passes else ""
     print_table(
-        f"Best gamma of {preset}{tiers}, and its speed-up",
+        f"Best gamma{'/passes/proposals' * bool(cells[0].passes)} of {preset}, and its speed-up",
         ("context", *(f"batch {batch}" for batch in batches), ""),
         rows,
     )
@@ -172,5 +171,5 @@ def _notes(question: Question, preset: str) -> Iterator[str]:
 
 def _text(cell: GammaCell) -> str:
     """The gamma, with a cascade's passes and depth, and the speed-up."""
-    gamma = f"{cell.gamma}/{cell.passes}/{cell.depth}" if cell.passes else f"{cell.gamma}"
-    return f"{gamma} ({opt.speedup_text(cell.speedup, cell.plain_fits)})" if cell.fits else "does not fit"
+    tiers = f"/{cell.passes}/{cell.depth}" * bool(cell.passes)
+    return f"{cell.gamma}{tiers} ({opt.speedup_text(cell.speedup, cell.plain_fits)})" if cell.fits else "does not fit"

@@ -81,6 +81,8 @@ def head_rows(folder: str) -> tuple[DrafterRow, ...]:
     method = keys.get("method") or settings.method  # producers may leave it out
     if method not in METHODS:
         raise PlanError(f"method of {brief(folder)} is {brief(method)}; allowed: {', '.join(METHODS)}")
+    if "block" in (keys.get("verification_method"), conditions.get("verification_method")):  # rates of whole blocks
+        raise PlanError(f"verification_method of {brief(folder)} is 'block'; allowed: one token after another")
     kind, name = METHODS[method]
     prompt, lengths = conditions.get("isl"), keys.get("acceptance_length_histogram")
     passes = [count for count in lengths.values() if isinstance(count, int)] if isinstance(lengths, dict) else []

@@ -170,9 +170,7 @@ def _fitting(where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]) -> 
         return fits, []
     part, (rows, columns) = grid.around(where)
     place = np.ix_(rows, columns)
-    smallest = [
-        replace(each, gammas=each.gammas[:1], ratios=each.ratios[:1], depths=each.depths[:1]) for each in searched
-    ]
+    smallest = [replace(family, gammas=family.gammas[:1], ratios=family.ratios[:1]) for family in searched]
     fitting = _figures(part, smallest).best_of_families.fits & where[place][:, None]
     fits[place] = fitting.any(axis=1)
     return fits, [family for family, fit in zip(searched, fitting.any(axis=(0, 2)), strict=True) if fit]

@@ -133,14 +133,15 @@ class Workload(PlanPart):
     yarn_factor: float = check.number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
     parallel: Parallel = check.part(Parallel)  # how the model is divided among several such GPUs
     text: str = check.one_of(("", *map(str, TextKind)), default="")
-    acceptance_length: float = check.number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)
+    acceptance_length: float = check.number(0, MAX_TOKENS, default=0.0)
     drafter: DrafterKind = check.one_of(DrafterKind, default=DrafterKind.SUFFIX)
     drafter_head: str = check.text(default="")
     drafter_rows: str = check.text(default="")
 
     def _contradiction(self) -> str | None:
-        if 0 < self.acceptance_length < 1:
-            return f"acceptance_length is {self.acceptance_length}; allowed: 1 or more, as a pass has its own token"
+        if self.acceptance_length and not 1 <= self.acceptance_length <= MAX_ACCEPTANCE_LENGTH:
+            allowed = f"allowed: 1 to {MAX_ACCEPTANCE_LENGTH} tokens, of a pass with 4 proposals"
+            return f"acceptance_length is {self.acceptance_length:g}; {allowed}"
         return None
 
     @property

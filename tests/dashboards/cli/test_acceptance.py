@@ -165,3 +165,8 @@ def parsed(*arguments: str) -> tuple[Any, ...]:
 def test_lists_take_values_up_to_the_next_option(arguments: tuple[str, ...]) -> None:
     assert parsed(*arguments) == ("m", (1, 2, 3), "t", False)
     assert parsed(*arguments, "--json") == ("m", (1, 2, 3), "t", True)
+
+
+def test_drafts_and_drafters_are_measured_apart(refuses: Any, tiny_folder: Path, text: Path) -> None:
+    command = ("acceptance", tiny_folder, "--text", text, "--drafts", "kv8", "--drafter", "suffix")
+    assert "--drafts and --drafter measure in different ways; allowed: one of them" in refuses(*command)

@@ -147,7 +147,7 @@ def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: P
     answer = json.loads(invoke(*arguments, "--json").stdout)
     assert streamed.stdout.startswith(printable(answer["text"]))
     assert "acceptance" in streamed.stdout
-    assert list(answer["startup_s"]) == ["packages", "model files and prompt", "plan", "weights", "first pass"]
+    assert list(answer["startup_s"]) == ["packages", "plan", "model files and prompt", "weights", "first pass"]
     assert "\nfirst text after " in streamed.stdout
     assert len(answer["tokens"]) == answer["statistics"]["generated"] == 8
     assert answer["prompt_tokens"] == len("The capital")

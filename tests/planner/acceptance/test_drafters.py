@@ -151,8 +151,9 @@ def test_a_users_figure_is_of_one_drafter():
     assert known.best == pytest.approx(conditional_acceptance(1.1 / 4, 4))
     assert expected_tokens(RoundShape(4, 0, 4), known.best, known.hit, 0) == pytest.approx(2.1)
     assert not proposal_acceptance(SUFFIX, given).known
-    with pytest.raises(PlanError, match=r"acceptance_length is 0\.5; allowed: 1 or more"):
-        replace(DOCS, acceptance_length=0.5)
+    for length in (0.5, 9):
+        with pytest.raises(PlanError, match=f"acceptance_length is {length}; allowed: 1 to 5 tokens, of a pass with 4"):
+            planner.recommend("Llama-3.1-8B", "h200", 4096, acceptance_length=length)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,7 @@ def test_the_best_number_of_proposals_is_found_by_text(h200_profile):
     assert cell.tpot_ms == pytest.approx(best.predicted.best.tpot_ms)
     with pytest.raises(PlanError, match="proposals of preset 'suffix' depend on the text; allowed: with text"):
         planner.best_gamma("Llama-3.1-8B", "h200", preset="suffix", contexts=(4096,), batches=(1,))
-    with pytest.raises(PlanError, match="drafter is head without its acceptance"):
+    with pytest.raises(PlanError, match="drafter is head without acceptance_length; allowed: with it"):
         planner.recommend("Llama-3.1-8B", "h200", 4096, drafter="head")
 
 
@@ -441,6 +442,7 @@ def test_plans_draft_with_a_head_as_its_speculation_profile_says(h200_profile, t
         ("[]", "is ..; allowed: an object"),
         ('{"measurement_conditions": 3}', "are 3; allowed"),
         (unknown, "method of .* is 'tree'; allowed: eagle3, mtp, dflash"),
+        (unknown.replace("tree", "eagle3").replace("{", '{"verification_method": "block", ', 1), "is 'block'; allowed"),
     ):
         (tmp_path / NAME).write_text(content)
         with pytest.raises(PlanError, match=words):

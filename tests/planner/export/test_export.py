@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from random_plans import degrees, plans
 
-from ridgeplan.planner import PlanError, resolve
+from ridgeplan.planner import PlanError, recommend, resolve
 from ridgeplan.planner.engines.formats import DTYPES
 from ridgeplan.planner.export import ENGINES, ServeCommandOptions, engine_named, export, schema_for, versions
 from ridgeplan.planner.export.carry import rounds_of, served
@@ -252,6 +252,24 @@ def test_vllm_stops_a_head_where_it_loses(request_for: Callable[..., ServeComman
     assert config["max_model_len"] == 2048 and "stops it beyond 2048 tokens; its configuration allows 2048" in text
     of_sglang = replace(shorter, engine=ENGINES["sglang"], schema=schema_for("sglang"))
     assert "SGLang has no switch for that" in axis(export(of_sglang), "drafts").engine
+
+
+@pytest.mark.parametrize(("context", "drafts"), [(1024, True), (4096, False)])
+def test_a_head_is_planned_for_vllm_up_to_its_configuration(context: int, drafts: bool, tmp_path: Path) -> None:
+    """Beyond, vLLM drafts nothing, as exports say; this package's runtime does, with a note."""
+    row = {"kind": "head", "name": "EAGLE-3", "model": "m", "depth": 3, "source": "measured", "where": "w",
+           "context": context, "acceptance": 0.8}  # fmt: skip
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    (tmp_path / "speculation_profile.json").write_text(json.dumps({"measurement_conditions": {"rows": [row]}}))
+    of_engine, of_runtime = (
+        recommend("Llama-3.1-8B", "h200", context, new_tokens=512, drafter_head=str(tmp_path), backend=backend)
+        for backend in ("vllm", "ridgeplan")
+    )
+    assert of_runtime.plan.speculation.drafter.kind is DrafterKind.HEAD
+    assert (of_engine.plan.speculation.drafter.kind is DrafterKind.HEAD) == drafts
+    ends = "beyond the 2048 of the draft head's configuration"
+    assert any(f"{ends}, where vLLM drafts nothing" in note for note in of_engine.notes) != drafts
+    assert any(f"{ends}, where its acceptance may decay" in note for note in of_runtime.notes) != drafts
 
 
 @pytest.mark.parametrize(
