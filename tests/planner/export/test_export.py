@@ -254,7 +254,7 @@ def test_vllm_stops_a_head_where_it_loses(request_for: Callable[..., ServeComman
     assert "SGLang has no switch for that" in axis(export(of_sglang), "drafts").engine
 
 
-@pytest.mark.parametrize(("context", "drafts"), [(1024, True), (4096, False)])
+@pytest.mark.parametrize(("context", "drafts"), [(1024, True), (1792, False), (4096, False)])
 def test_a_head_is_planned_for_vllm_up_to_its_configuration(context: int, drafts: bool, tmp_path: Path) -> None:
     """Beyond, vLLM drafts nothing, as exports say; this package's runtime does, with a note."""
     row = {"kind": "head", "name": "EAGLE-3", "model": "m", "depth": 3, "source": "measured", "where": "w",
