@@ -48,7 +48,7 @@ def drafters_adapting(*names: str) -> str:
     lines = []
     for name in names:
         for kind, size, rows in _cells(name):
-            if kind == "random":
+            if kind == "random" or ADAPTING not in rows:
                 continue
             adapting, fixed = rows[ADAPTING], _expected_best(rows)
             expected_ms, known = _expected_ms(adapting), _compared(adapting, "rounds with proposals")
