@@ -37,11 +37,12 @@ PROMPT_STEP_TOKENS = 256
 # however many queries there are: on an H200 it computes at this share of cuDNN's rate.
 HELD_ATTENTION_SHARE = 0.6
 
-# Prompts' routed experts take Triton's grouped kernel, which decodes codes anew for every 64 rows of an expert: it
-# computes at this share of the dense library's rate, by the weights' bits and for MXFP4. Guesses until they are timed,
-# as is the relative spread of these and of attention over expanded latents: half to twice the time.
-PROMPT_EXPERTS_SHARE: Mapping[int, float] = MappingProxyType({16: 0.5, 8: 0.5, 4: 0.5})
-PROMPT_MXFP4_SHARE = 0.5
+# Prompts' routed experts take Triton's grouped kernel, which decodes codes anew for every 64 rows of an expert: on an
+# H200 it computes at this share of the dense library's rate, by the weights' bits and for MXFP4, with this relative
+# spread between models. Attention over expanded latents was not timed: its spread is half to twice the time.
+PROMPT_EXPERTS_SHARE: Mapping[int, float] = MappingProxyType({16: 0.23, 8: 0.075, 4: 0.095})
+PROMPT_MXFP4_SHARE = 0.15
+PROMPT_EXPERTS_SPREAD = 0.3
 UNTIMED_PROMPT_SPREAD = 1.0
 
 # Scores that an eviction policy computes at once, in fp32: enough to fill a GPU, and a workspace of 64 MiB.

@@ -29,6 +29,7 @@ from ridgeplan.roofline.drafters import (
 from ridgeplan.roofline.execution import (
     HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
+    PROMPT_EXPERTS_SPREAD,
     UNTIMED_PROMPT_SPREAD,
     RoundKind,
     library_rows,
@@ -457,8 +458,9 @@ def prefill_rates(
     attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks.count
     if machine.engine is None:
         share = where(machine.asynchronous, strategy.target.experts_share, 1)
-        rates["grouped_linear"] = _untimed(replace(linear, compute_utilization=linear.compute_utilization * share))
-        attention = _untimed(attention) if shape.is_mla else attention
+        experts = replace(linear, compute_utilization=linear.compute_utilization * share)
+        rates["grouped_linear"] = _at_least(PROMPT_EXPERTS_SPREAD, experts)
+        attention = _at_least(UNTIMED_PROMPT_SPREAD, attention) if shape.is_mla else attention
     rates["prefill_attention"] = _partly_flash(attention, (chunks - 1) / chunks)  # all but the first see earlier tokens
     rates[SINKS_IN_FLASH] = _partly_flash(attention, 1)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
@@ -466,8 +468,8 @@ def prefill_rates(
     return rates | dict.fromkeys(IN_TORCH, unmeasured)
 
 
-def _untimed(rates: RateTerms) -> RateTerms:
-    return replace(rates, spread=maximum(rates.spread, UNTIMED_PROMPT_SPREAD))
+def _at_least(spread: float, rates: RateTerms) -> RateTerms:
+    return replace(rates, spread=maximum(rates.spread, spread))
 
 
 def _partly_flash(rates: RateTerms, share: Term) -> RateTerms:

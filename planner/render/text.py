@@ -25,7 +25,6 @@ LAUNCH_BOUND = 1.25  # a prompt takes so many times what its kernels take where 
 UNTIMED = {
     STATES_IN_TORCH: "recurrent states (in torch)",
     SOFTMAX_IN_TORCH: "attention with sinks or soft caps (in torch)",
-    "routed experts": "routed experts",
     "latent products (keys)": "attention over expanded latents",
 }
 MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
