@@ -311,9 +311,9 @@ def fidelities(name: str) -> str:
     return table(("fidelity, perplexity", *(f"{model}, {context}" for model, context in sizes)), lines)
 
 
-def breakdown(name: str, preset: str) -> str:
-    """One round by class of kernels."""
-    (measured,) = (row["breakdown"] for row in result(name)["rows"] if row["preset"] == preset)
+def breakdown(name: str, preset: str = "") -> str:
+    """One round by class of kernels; without a preset, of the only plan."""
+    (measured,) = (row["breakdown"] for row in result(name)["rows"] if preset in ("", row["preset"]))
     rows = [
         (
             f"{entry['part']} {entry['operation']}",

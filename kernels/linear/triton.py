@@ -391,10 +391,9 @@ def _product(
     """Writes the sums of each split of the inputs into out [splits, rows, outputs]."""
     packed, lower = _plane_words(weight)
     grid = (triton.cdiv(len(packed), config.tiles), triton.cdiv(len(x), config.rows), len(out))
+    kernel, rows, operands = _product_kernel, config.rows, [x.contiguous()]
     if config is INTEGERS:
-        kernel, operands, rows = _integer_kernel, _quantized(x.contiguous(), weight.group), 8 if len(x) <= 8 else 16
-    else:
-        kernel, operands, rows = _product_kernel, (x.contiguous(),), config.rows
+        kernel, rows, operands = _integer_kernel, 8 if len(x) <= 8 else 16, _quantized(*operands, weight.group)
     kernel[grid](
         *operands,
         packed,
@@ -415,14 +414,14 @@ def _product(
     )
 
 
-def _quantized(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized(x: Tensor, group: int) -> list[Tensor]:
     """x [rows, inputs] as `_integer_kernel` takes it: planes, scales of groups and sums of chunks."""
     (rows, inputs), chunk = x.shape, min(group, CHUNK)
     planes = torch.empty(2, rows, inputs, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, inputs // group, dtype=torch.float32, device=x.device)
     sums = torch.empty(2, rows, inputs // chunk, dtype=torch.int32, device=x.device)
     _planes_kernel[rows, inputs // group](x, planes, scales, sums, rows, inputs, GROUP=group, CHUNK=chunk, num_warps=1)
-    return planes, scales, sums
+    return [planes, scales, sums]
 
 
 def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tensor) -> None:
