@@ -389,11 +389,11 @@ def _product(
     x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None, out: Tensor, config: SplitKConfig
 ) -> None:
     """Writes the sums of each split of the inputs into out [splits, rows, outputs]."""
-    packed, lower = _plane_words(weight)
+    x, (packed, lower) = x.contiguous(), _plane_words(weight)
     grid = (triton.cdiv(len(packed), config.tiles), triton.cdiv(len(x), config.rows), len(out))
-    kernel, rows, operands = _product_kernel, config.rows, [x.contiguous()]
+    kernel, rows, operands = _product_kernel, config.rows, [x]
     if config is INTEGERS:
-        kernel, rows, operands = _integer_kernel, 8 if len(x) <= 8 else 16, _quantized(*operands, weight.group)
+        kernel, rows, operands = _integer_kernel, 8 if len(x) <= 8 else 16, _quantized(x, weight.group)
     kernel[grid](
         *operands,
         packed,
