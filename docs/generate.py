@@ -507,6 +507,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         model_tables.experts_and_drafts,
         model_tables.experts_and_plans,
         model_tables.measured_models,
+        model_tables.recent_models,
         model_tables.measured_misses,
         model_tables.measured_parts,
         offload_tables.streamed_rounds,

@@ -9,7 +9,7 @@ from typing import Any
 from readme_tables import result, table
 
 from ridgeplan.planner.engines.measurements import shipped_measurements
-from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.config_json import shape_from_config
@@ -21,6 +21,7 @@ from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.ops import activated_experts
+from ridgeplan.roofline.passes import category
 from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset, short_name
 from ridgeplan.roofline.plan.support import (
@@ -44,6 +45,17 @@ WITH_EXPERTS = ("ernie4_5_moe", "granitemoe", "afmoe", "hy_v3")
 GENERIC_EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}
 TARGET = 0.08  # of predictions for models that no calibration has seen
 MISS = 0.06  # from which a prediction is listed
+
+# Names of the catalog's models that were published up to 2024, and of those that only repeat one's shape.
+OLDER = (
+    "meta-llama/", "togethercomputer/", "LargeWorldModel/", "Qwen/Qwen2.5", "mistralai/Mi", "HuggingFaceTB/SmolLM2",
+    "deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-R1-Distill", "CohereLabs/c4ai-command-r7b-12-2024",
+    "ibm-granite/granite-3.1", "allenai/OLMo-2",
+)  # fmt: skip
+RECENT_TOO = ("mistralai/Ministral",)
+CODE_BITS = {"near-lossless": 8, "4-bit": 4.25}  # the fewest bits of a weight that a quality allows, by its name
+STRETCH = 2  # at most, by YaRN
+DEVICE_SHARE = 0.9  # of a GPU's memory that plans may take (`--memory-utilization`)
 
 
 def supported_families() -> str:
@@ -262,3 +274,50 @@ def _recommended(model: str, context: int, batch: int) -> str:
     gamma = answer.plan.speculation.gamma
     drafts = f", gamma {gamma}" if gamma else ""
     return f"{short_name(answer.name)}{drafts} ({answer.predicted.speedup:.2f}x)"
+
+
+def recent_models(gpu: str) -> str:
+    """The best plan of each recent model at 32k x 1, by kinds of layers, then by the share of KV."""
+    room = DEVICE_SHARE * load_hardware(gpu).memory_bytes
+    rows = []
+    for shape in list_models():
+        older = shape.name.startswith(OLDER) and not shape.name.startswith(RECENT_TOO)
+        if not older and shape.max_context * STRETCH >= LONGER:
+            rows.append(_recent_row(shape, gpu, room))
+    rows.sort(key=lambda row: (row[1][1], row[0]))
+    lines = [(name, layers, f"{share:.0%}", *cells) for share, (name, layers, *cells) in rows]
+    columns = ("model", "layers", "KV, share of bytes", "best plan", "ms per token", "over plain", "")
+    return table(columns, lines)
+
+
+def _recent_row(shape: ModelShape, gpu: str, room: float) -> tuple[float, tuple[str, ...]]:
+    """The share of KV in the bytes of a plain step, and the other cells."""
+    name, layers = shape.name.partition("/")[2], _layer_kinds(shape)
+    quality = next((name for name, bits in CODE_BITS.items() if shape.parameters * bits / 8 <= room), None)
+    if quality is None:
+        _, profile = resolve(shape.name, gpu)
+        (plain,) = predict_all([preset("autoregressive", Workload(shape.name, gpu, LONGER))], shape, profile)
+        return _kv_share(plain), (name, layers, "", "", "", f"{shape.parameters / GIGA:.0f} GB in 8 bits: too large")
+    answer = recommend(shape.name, gpu, LONGER, quality=quality, yarn=shape.max_context < LONGER)
+    gamma = answer.plan.speculation.gamma
+    drafts = f", gamma {gamma}" if gamma else ""
+    speedup = f"{answer.predicted.speedup:.2f}x{'' if answer.baseline_fits else ' *'}"
+    cells = (
+        f"{short_name(answer.name)}{drafts}", f"{answer.predicted.best.tpot_ms:.2f}", speedup,
+        "runs" if answer.model_runs else "priced only",
+    )  # fmt: skip
+    return _kv_share(answer.baseline), (name, layers, *cells)
+
+
+def _kv_share(plain: Prediction) -> float:
+    """The share of a plain step's bytes that attention reads."""
+    steps = [op for op in plain.breakdown if op.part == "target"]
+    return sum(op.bytes for op in steps if category(op.kind) == "attention") / sum(op.bytes for op in steps)
+
+
+def _layer_kinds(shape: ModelShape) -> str:
+    """What layers have beside attention over all tokens and a dense MLP."""
+    kinds = {
+        "states": shape.state_layers, "latents": shape.is_mla, "windows": shape.window_layers, "experts": shape.is_moe,
+    }  # fmt: skip
+    return ", ".join(kind for kind, present in kinds.items() if present) or "dense"
