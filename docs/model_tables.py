@@ -119,7 +119,7 @@ def described_models() -> str:
     headers = (
         "model",
         "parameters, 10^9",
-        "by token",
+        "active, 10^9",
         "layers with a cache",
         "KV, KiB a token",
         "state, MiB a sequence",

@@ -158,13 +158,13 @@ def _runs(shape: ModelShape) -> str:
 
 
 def _model_row(shape: ModelShape) -> tuple[str, ...]:
+    window = f"{shape.window_layers} layers with a window of {shape.window_tokens} tokens"
     notes = {
-        "MLA": shape.is_mla, f"{shape.window_layers} layers read {shape.window_tokens}": shape.window_tokens,
-        f"{shape.state_layers} layers keep a state": shape.state_layers, f"{shape.experts} experts": shape.is_moe,
+        "MLA": shape.is_mla, window: shape.window_tokens, f"{shape.experts} experts": shape.is_moe,
+        f"{shape.state_layers} layers with a state": shape.state_layers, "sizes assumed": "assumed" in shape.source,
     }  # fmt: skip
     return (
         shape.name.rpartition("/")[2], parameters_text(shape.parameters), f"{shape.layers}",
-        f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),
-        _runs(shape),
-        ", ".join(note for note, true in notes.items() if true),
+        f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context), _runs(shape),
+        "; ".join(note for note, true in notes.items() if true),
     )  # fmt: skip
