@@ -291,13 +291,10 @@ def _integer_kernel(
 ):
     """All rows of x, at most ROWS, times TILES output tiles, over one of SPLITS ranges of inputs."""
     row, plane = tl.arange(0, 2 * ROWS) % ROWS, tl.arange(0, 2 * ROWS) // ROWS
-    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
-    tile_words = inputs // GROUP * (2 * GROUP + 16)
+    safe = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), output_tiles - 1).to(tl.int64)
     acc = tl.zeros((2 * ROWS, 16 * TILES), tl.float32)
-    steps, split = inputs // CHUNK, tl.program_id(2)
-    x_row = (plane * rows + row).to(tl.int64)
-    unit = tl.where(plane == 0, 1.0, 1.0 / 254)
+    steps, tile_words, split = inputs // CHUNK, inputs // GROUP * (2 * GROUP + 16), tl.program_id(2)
+    x_row, unit = (plane * rows + row).to(tl.int64), tl.where(plane == 0, 1.0, 1.0 / 254)
     for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
         columns = step * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(planes + x_row[:, None] * inputs + columns[None, :], mask=row[:, None] < rows, other=0)

@@ -232,8 +232,8 @@ HOPPER_CLASSES = (
     "linear_int8", "linear_int8_integer", "linear_int4_integer", "grouped_linear_int8", "grouped_linear_int4",
     "sparse_attention", "two_bit_scan", "progressive_attention",
 )  # fmt: skip
-# Of these, those whose kernels on other machines run on Hopper too, for many query heads of a KV head: classes there.
-SAME_ON_HOPPER = {"two_bit_scan": "two_bit_scan_wide", "progressive_attention": "progressive_attention_wide"}
+# Of these, those whose kernels on other machines run on Hopper too, or are like one that does: classes there.
+SAME_ON_HOPPER: Mapping[str, str] = parse_toml(read_document(Path(__file__).with_name("before_hopper.toml")))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ from ridgeplan.planner.recommend import (
     why_preferred,
 )
 from ridgeplan.planner.search import Candidate, search
+from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, PlanError, Speculation, Weights, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_execution
@@ -605,8 +607,12 @@ def test_a_name_is_listed_once() -> None:
 
 @pytest.mark.parametrize(("gpu", "noted"), [("a100", True), ("rtx4090", False), ("h100", False)])
 def test_rates_that_instructions_bind_are_explained(gpu: str, noted: bool) -> None:
-    """An A100 has twice a 4090's bandwidth and half its instruction rate, so its 8-bit products are slower."""
-    answer = planner.recommend("meta-llama/Llama-3.1-8B", gpu, 8192)
+    """An A100 has twice a 4090's bandwidth and half its instruction rate, so products of a sixth of an H200's bandwidth
+    are bound by instructions there alone."""
+    (h200,) = [each for each in shipped_profiles() if each.hardware.name == "h200"]
+    slow = {kind: replace(h200.portable[kind], bandwidth_utilization=0.16) for kind in ("linear_int4", "linear_int8")}
+    profile = profile_for(load_hardware(gpu), [replace(h200, portable={**h200.portable, **slow})])
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", gpu, 8192, profile=profile)
     assert any("8-bit and 4-bit weights run through Triton's kernels" in note for note in answer.notes) == noted
 
 

@@ -137,7 +137,8 @@ class PublishedEngine(Checked):
     moves through memory, 1 where it is only read; `repeats_kv` adds a write and a read per query head of a group beyond
     the first. draft_cache: drafts read a copy of the tokens selected for them. batched_prefill: all prompts at once,
     whole. materializes_scores: eager attention. fetches_values: selected values come from the host at every step.
-    whole_cache: eviction frees nothing before prefill ends.
+    whole_cache: eviction frees nothing before prefill ends. codes_utilization: as streaming_utilization, of products of
+    quantized weights.
     """
 
     name: str = check.text()
@@ -145,6 +146,7 @@ class PublishedEngine(Checked):
     source: str = check.text()
     launch_s: float = check.number(0, 1, default=0.0)
     streaming_utilization: float = check.number(0, 1, default=0.0)
+    codes_utilization: float = check.number(0, 1, default=0.0)
     layer_dispatch_s: float = check.number(0, 1, default=0.0)
     kv_passes: float = check.number(1, 100, default=1.0)
     repeats_kv: bool = check.flag(False)
@@ -177,6 +179,8 @@ class PublishedEngine(Checked):
         have none of their steps.
         """
         rates = base.rates(kind)
+        if self.codes_utilization and kind in ("linear_int8", "linear_int4"):
+            rates = replace(rates, bandwidth_utilization=self.codes_utilization, steps=())
         if self.streaming_utilization and kind in LIBRARY_CLASSES:
             compute = base.rates(LIBRARY_CLASSES[kind]).compute_utilization
             rates = Rates(self.streaming_utilization, compute, rates.launch_s, rates.spread, rates.source)

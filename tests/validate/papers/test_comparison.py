@@ -42,7 +42,7 @@ COUNTS = {
 BUDGETS = {
     # Sparse drafts: the paper's plain decoding takes 32 ms at 8k where its own verification takes 25; so speed-ups over
     # it are higher than throughputs (Table 6) bear out, the more the longer the context.
-    # QuantSpec's own 4-bit products are those of Triton here, whose rate on few rows is a sixth of the bandwidth.
+    # QuantSpec's own 4-bit products reach 39% of the bandwidth, by its Table 6 (engines.toml).
     ("quantspec", "Table 3"): (0.07, 0.45),
     # INT4 and INT8: the paper's kernels reach two thirds of the bandwidth, both alike, so unpacking is not what binds
     # them. Attention in 16 bits reaches 88% here and 90% there. Ratios have the errors of both sides.
