@@ -1,7 +1,8 @@
-"""Measurements of the suites and of decoding beside their predictions, the largest errors first."""
+"""Measurements of suites, decoding and models at true size beside their predictions, the largest errors first."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from readme_tables import RESULTS, decoding_files, result, table
@@ -10,6 +11,7 @@ from ridgeplan.dashboards.cli.output import number
 from ridgeplan.validate.suite.report import SuiteReport
 
 SUITES = ("suite_h200", "suite_h100_steps")
+MODELS = "models_h200"  # at true size
 BANDS = (0.05, 0.1, 0.2)  # errors up to which rows are counted
 
 
@@ -54,7 +56,7 @@ def accuracy() -> str:
 
 
 def _pairs() -> list[Pair]:
-    """Of the suites, and of the files of `ridgeplan bench suite`."""
+    """Of the suites, of the files of `ridgeplan bench suite`, and of models at true size."""
     pairs = []
     for name in SUITES:
         report = SuiteReport.read(RESULTS / f"{name}.json")
@@ -80,7 +82,19 @@ def _pairs() -> list[Pair]:
                      figure["predicted"], figure["measured"], name)
                 for figure in row["comparison"]
             ]  # fmt: skip
-    return pairs
+    return [*pairs, *_models()]
+
+
+def _models() -> Iterator[Pair]:
+    """Of models at true size: the time per token, at the predicted tokens of a round, and of a round's parts."""
+    document = result(MODELS)
+    device = _short(document["device"])
+    for model, rows in document.items():
+        for row in rows if "/" in model else ():
+            if "round_ms" in row:
+                parts = {kind: (part["predicted_ms"], part["ms"]) for kind, part in row["parts"].items()}
+                for kind, times in {"tpot": (row["predicted_tpot_ms"], row["tpot_ms"]), **parts}.items():
+                    yield Pair(f"{kind}, true size", device, _model(model), row["plan"], "ms", *times, MODELS)
 
 
 def _model(name: str) -> str:
