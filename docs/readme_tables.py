@@ -83,10 +83,11 @@ class Decoding:
 
     @property
     def over_plain(self) -> str:
-        """Speed-up over plain decoding in the same run; that the machine was busy where it says nothing."""
+        """Speed-up over plain decoding in the same run, or why there is none."""
         measured = {figure["name"]: figure["measured"] for figure in self.row["comparison"]}
         speedup = measured["speed-up over plain decoding"]
-        return "busy" if speedup is None else f"{speedup:.2f}x"
+        missing = "not run" if self.row.get("busy") is False else "busy"  # of which older rows say nothing
+        return missing if speedup is None else f"{speedup:.2f}x"
 
     def over_vllm(self, weights: str, kv: str) -> str:
         """Speed-up over vLLM's plain decoding with these formats, as text; empty where that was not measured."""
