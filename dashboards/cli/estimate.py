@@ -216,9 +216,9 @@ def _lines(result: PlanEstimate) -> Iterator[str]:
     )
     meaning, question = describe(plan), result.question
     missing = None if question.engine else unsupported(plan, Backend.RIDGEPLAN, shape, profile)
-    runtime = question.engine.title if question.engine else "ridgeplan's own runtime"
-    executed = missing or f"times are those of {runtime}"
-    yield "  " + (f"{meaning}; " if result.name != meaning else "") + executed
+    ours = "vLLM with the plugin" if question.options.backend is Backend.VLLM_PLUGIN else "ridgeplan's own runtime"
+    runtime = question.engine.title if question.engine else ours
+    yield "  " + (f"{meaning}; " if result.name != meaning else "") + (missing or f"times are those of {runtime}")
     yield from _time(result)
     yield from (f"  {line}" for line in bottleneck(result.baseline, shape, workload))
     yield from _memory(result.predicted, result.question.memory_limit_bytes)

@@ -134,10 +134,11 @@ def _quality_cost(losses: Sequence[str], source: str) -> str:
 
 def _caveats(recommendation: Recommendation) -> Iterator[str]:
     """For an engine, where its figures come from, how it is told the formats, and what counts for a floor of quality;
-    else the most important caveat.
+    else the most important caveat, and that the GPU was not calibrated.
     """
     if recommendation.backend not in ENGINES:
         yield _caveat(recommendation)
+        yield from (f"Note: {note}" for note in recommendation.notes[1:] if " is not calibrated: " in note)
         return
     floors = f"{FIDELITY}>=", f"{RULER}>="
     shown = [note for note in recommendation.notes[2:] if note.endswith("executes the plan") or note.startswith(floors)]
@@ -151,10 +152,9 @@ def _caveat(recommendation: Recommendation) -> str:
         return f"Note: {recommendation.notes[0]}"
     chance = recommendation.predicted.beats_plain
     if not chance or not recommendation.plan.speculation.active:
-        plain = plain_text(recommendation.shape).capitalize()
-        return f"{plain} takes {time_text(recommendation.baseline.best.tpot_ms)} per token"
-    sure = probability_text(chance)
-    return f"Faster than plain decoding with {sure} probability [{recommendation.predicted.source}]"
+        plain_ms = recommendation.baseline.best.tpot_ms
+        return f"{plain_text(recommendation.shape).capitalize()} takes {time_text(plain_ms)} per token"
+    return f"Faster than plain decoding with {probability_text(chance)} probability [{recommendation.predicted.source}]"
 
 
 def _rows(recommendation: Recommendation) -> list[tuple[str, ...]]:

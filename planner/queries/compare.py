@@ -20,6 +20,7 @@ from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.presets import autoregressive, divided_name, preset_name
+from ridgeplan.roofline.plan.support import Backend
 
 ModelReference = str | ModelShape
 
@@ -110,7 +111,8 @@ def compare(
 def compare_saved(
     saved: Sequence[SavedPlan], gpus: Sequence[str] = (), options: SearchOptions | None = None, **changes: Any
 ) -> PlanComparison:
-    """Plans of files, each for its own size; on several GPUs if these are named. Of the options only memory counts."""
+    """Plans of files, each for its own size; on several GPUs if these are named. Of the options memory counts, and the
+    backend, if it is another than this package's runtime: else each file's own."""
     options = SearchOptions.of(options, changes)
     return PlanComparison(tuple(_saved(file, gpu, options) for file in saved for gpu in gpus or (None,)), ())
 
@@ -130,8 +132,9 @@ def _answers(
 
 def _saved(saved: SavedPlan, gpu: str | None, options: SearchOptions) -> ComparedPlan:
     shape, profile = saved.resolve(gpu=gpu)
-    plan = saved.on(shape, profile)
-    return _compared(plan, Question.of(shape, profile, plan.workload, replace(options, quality=Quality.LOSSY)))
+    plan, backend = saved.on(shape, profile), options.backend
+    chosen = replace(options, quality=Quality.LOSSY, backend=saved.backend if backend is Backend.RIDGEPLAN else backend)
+    return _compared(plan, Question.of(shape, profile, plan.workload, chosen))
 
 
 def _compared(plan: Plan, question: Question) -> ComparedPlan:
