@@ -254,11 +254,6 @@ def is_on_hopper(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
 
 
-def has_int8_tensor_cores(device: torch.device) -> bool:
-    """Whether Triton multiplies signed bytes on `device`: NVIDIA's from Turing on; its interpreter does."""
-    return device.type != "cuda" or torch.version.cuda is None or _capability(device) >= (7, 5)
-
-
 def has_wgmma(device: torch.device) -> bool:
     """Whether the NVIDIA GPU has the products of warpgroups: Hopper's generation only, neither older nor newer."""
     return torch.version.cuda is not None and _capability(device)[0] == 9

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import has_int8_tensor_cores
 from ridgeplan.kernels.device.triton_helpers import INTERPRETED
 from ridgeplan.kernels.linear.weights import CHUNK, Int4Weight, Int8Weight
 from ridgeplan.roofline.execution import DENSE_COPY_BYTES, MAX_QUANTIZED_ROWS, TILE_OUTPUTS
@@ -66,7 +65,7 @@ class SplitKConfig:
 
 
 # The fastest of a sweep on an H100 over 4096 x 4096, 10240 x 8192 and 2048 x 8192 (docs/kernels/linear.md).
-FEW_ROWS = SplitKConfig(tiles=4, rows=16, max_splits=16, programs=2048, warps=1, stages=2)
+FEW_ROWS = SplitKConfig(tiles=4, rows=16, max_splits=16, programs=2048, warps=1, stages=2)  # in bf16, as experts are
 INTEGERS = SplitKConfig(tiles=4, rows=16, max_splits=16, programs=2048, warps=1, stages=4)  # of a sweep on an H200
 MANY_ROWS = SplitKConfig(tiles=4, rows=64, max_splits=8, programs=512, warps=4, stages=4)
 FLOAT32 = SplitKConfig(tiles=2, rows=16, max_splits=16, programs=512, warps=4, stages=3)  # larger ones spill registers
@@ -348,9 +347,7 @@ def config_of(x: Tensor) -> SplitKConfig:
     """The launch parameters for x [rows, inputs]."""
     if x.dtype == torch.float32:
         return FLOAT32
-    if len(x) > FEW_ROWS.rows:
-        return MANY_ROWS
-    return INTEGERS if has_int8_tensor_cores(x.device) else FEW_ROWS
+    return INTEGERS if len(x) <= INTEGERS.rows else MANY_ROWS
 
 
 def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> Tensor:
