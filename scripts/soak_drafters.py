@@ -1,10 +1,10 @@
 """Drafts greedily for many rounds, and compares every token with what plain steps of the same target choose.
 
-Each plan continues ragged prompts, one by one and in batches, every generation another set; on a GPU rounds are
-replays of graphs. What it generated then goes through the plan's target in steps of one token. A token that is not the
-one with the largest logit there differs, unless its logit is within rounding of the largest, as roundings depend on how
-many rows a product or an attention has: it is a tie, counted apart, with the gap of the logits. What follows a tie is
-compared like all else, since the target reads the tokens that the plan chose.
+Each plan continues sets of ragged prompts, one set prompt by prompt, the next in batches; on a GPU rounds are replays
+of graphs. What it generated of a set then goes through the plan's target together, in steps of one token. A token that
+is not the one with the largest logit there differs, unless its logit is within rounding of the largest, as roundings
+depend on how many rows a product or an attention has: it is a tie, counted apart, with the gap of the logits. What
+follows a tie is compared like all else, since the target reads the tokens that the plan chose.
 
 In float32 ties are rare; bfloat16 runs what float32 does not reach, the CUDA C++ kernels. Their calls are counted as
 the host makes them: once a layer of a captured graph, however often it is replayed, and in plain steps. On a GPU of
@@ -50,6 +50,7 @@ from ridgeplan.validate.machine import measured_here
 from ridgeplan.validate.prompts import sample_text
 
 CONTEXT, NEW_TOKENS = 1024, 512
+SET_PROMPTS = 16  # compared together, as the target's steps of one token otherwise take longer than the rounds
 # Shares of the largest logit. In bfloat16 the gap of Qwen2.5-Coder-0.5B's two largest logits (17.9 in the mean) differs
 # between passes of one token and of eight by 0.067 (rms) and at most 0.25, of 160 tokens on a CPU: five times the rms.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.02}
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter-head", default="")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--cases", choices=("drafters", CODES), default="drafters")
-    parser.add_argument("--batch", type=int, default=4, help="ragged prompts of a set")
+    parser.add_argument("--batch", type=int, default=4, help="ragged prompts of a generation")
     parser.add_argument("--rounds", type=int, default=20000, help="of all cases together")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which each case ends")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each prompt")
@@ -199,15 +200,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source, results, failed = embedded_or(chosen.model), {}, False
     dtype, size = getattr(torch, chosen.dtype), chosen.batch
     shared = SharedWeights(source, dtype=dtype)
-    workload = Workload(
-        named_shape(source).name, "this machine", CONTEXT, chosen.new_tokens, size, drafter_head=chosen.drafter_head
-    )
+    model, head = named_shape(source).name, chosen.drafter_head
+    workload = Workload(model, "this machine", CONTEXT, chosen.new_tokens, SET_PROMPTS, drafter_head=head)
     ids: list[int] = []
 
     def prompts(number: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(number)
-        lengths = torch.randint(1, CONTEXT, (size,), generator=generator).tolist()
-        starts = torch.randint(len(ids) - CONTEXT, (size,), generator=generator).tolist()
+        lengths = torch.randint(1, CONTEXT, (SET_PROMPTS,), generator=generator).tolist()
+        starts = torch.randint(len(ids) - CONTEXT, (SET_PROMPTS,), generator=generator).tolist()
         return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
     for name, case in cases.items():
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 texts, generated = prompts(number), []
                 at_once = size if number % 2 else 1  # verification has rows of one sequence or of all
                 with gpu_turn(timed=False):
-                    for first in range(0, size, at_once):
+                    for first in range(0, SET_PROMPTS, at_once):
                         generation = engine.generate(texts[first : first + at_once], chosen.new_tokens)
                         generated += generation.tokens
                         tally.add(generation.statistics)

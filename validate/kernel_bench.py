@@ -205,7 +205,8 @@ def timed_peers(bench: Bench, call: KernelCall) -> tuple[dict[str, float], dict[
 def row_of(case: BenchCase, ours_s: float, peers_s: Mapping[str, float], peaks: MachinePeaks) -> KernelRow:
     """The row of a case that took `ours_s`, and its peers `peers_s`."""
     roof_s = peaks.seconds(case.call.cost)
-    peer = case.over if case.over in peers_s else min(peers_s, key=peers_s.__getitem__, default=None)
+    candidates = [name for name in case.over if name in peers_s] or peers_s
+    peer = min(candidates, key=peers_s.__getitem__, default=None)
     return KernelRow(
         kernel=case.kernel,
         shape=case.call.name,

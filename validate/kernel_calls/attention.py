@@ -19,7 +19,15 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.roofline.latency import attention_kind, prefill_attention_kind
 from ridgeplan.runtime.model.prefill_layer import attend_in_place
-from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, SpeedUp, attention_peers, fresh, relative_error
+from ridgeplan.validate.kernel_calls.case import (
+    BenchCase,
+    Peers,
+    SpeedUp,
+    attention_peers,
+    flashinfer_peers,
+    fresh,
+    relative_error,
+)
 from ridgeplan.validate.kernel_calls.sizes import GROUP, AttentionSize, CacheSize, RaggedSize, VerificationSize
 from ridgeplan.validate.random_model import fill_codes
 from ridgeplan.validate.timing import Bench, KernelCall
@@ -227,6 +235,12 @@ class BenchInputs:
         """Full-precision attention kernels of other projects."""
         return attention_peers(self.q, self.keys, self.values)
 
+    @cached_property
+    def narrow_peers(self) -> Peers:
+        """The same, and attention to FP8 caches."""
+        fp8 = {"FlashInfer, FP8 KV": torch.float8_e4m3fn}
+        return {**self.peers, **flashinfer_peers(self.q, self.keys, self.values, fp8)}
+
     def attention(self, bits: int, lengths: tuple[int, ...] | None = None) -> DecodeAttention:
         """Attention in one format. lengths: tokens of each row, where they differ."""
         batch, queries, q_heads, head_dim = self.q.shape
@@ -251,11 +265,12 @@ class BenchInputs:
 
 
 def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[BenchCase]:
-    """One query in all formats against the best full-precision attention."""
+    """One query in all formats against the best full-precision attention; codes beside FP8 caches, too."""
     for size in sizes:
         inputs = BenchInputs.draw(bench, size, 1, (bits for bits, _ in size.speedups))
         for bits, speedup in size.speedups:
-            yield BenchCase("attention", inputs.call(bits, inputs.peers), SpeedUp(speedup))
+            peers = inputs.narrow_peers if bits else inputs.peers
+            yield BenchCase("attention", inputs.call(bits, peers), SpeedUp(speedup), tuple(inputs.peers))
 
 
 def ragged_cases(bench: Bench, sizes: Iterable[RaggedSize]) -> Iterator[BenchCase]:
@@ -265,7 +280,7 @@ def ragged_cases(bench: Bench, sizes: Iterable[RaggedSize]) -> Iterator[BenchCas
             equal = BenchInputs.draw(bench, size, 1, [bits]).attention(bits)
             inputs = BenchInputs.draw(bench, replace(size, tokens=max(size.lengths)), 1, [bits])
             call = inputs.call(bits, {EQUAL_LENGTHS: equal}, size.lengths)
-            yield BenchCase("ragged", call, SpeedUp(RAGGED_SHARE), EQUAL_LENGTHS)
+            yield BenchCase("ragged", call, SpeedUp(RAGGED_SHARE), (EQUAL_LENGTHS,))
 
 
 def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[BenchCase]:
@@ -278,4 +293,4 @@ def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Itera
         single = replace(inputs, q=inputs.q[:, :1].contiguous())
         for bits in size.bits:
             peers: Peers = {ONE_QUERY: single.attention(bits), **inputs.peers}
-            yield BenchCase("verification", inputs.call(bits, peers), SpeedUp(1 / MAX_SLOWDOWN), ONE_QUERY)
+            yield BenchCase("verification", inputs.call(bits, peers), SpeedUp(1 / MAX_SLOWDOWN), (ONE_QUERY,))

@@ -61,14 +61,14 @@ Target = SpeedUp | RoofShare | Within
 class BenchCase:
     """A call that the bench measures against a target.
 
-    kernel: its name in `ridgeplan bench kernels --only`. over: the peer to compare with, by default the fastest.
-    Consecutive cases may share their calls' peers.
+    kernel: its name in `ridgeplan bench kernels --only`. over: the peers of which the target refers to the fastest, by
+    default all. Consecutive cases may share their calls' peers.
     """
 
     kernel: str
     call: KernelCall
     target: Target
-    over: str | None = None
+    over: tuple[str, ...] = ()
 
 
 def fresh(bench: Bench, *shape: int) -> Tensor:
@@ -89,15 +89,20 @@ BACKENDS = {"SDPA cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.F
 
 
 def attention_peers(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
-    """Full-precision attention: torch's kernels, and FlashInfer for one query if it is installed.
+    """Full-precision attention: torch's kernels, and FlashInfer's for one query if it is installed.
 
     q: [B, T, Hq, D]; keys, values: [variants, B, Hkv, N, D], all of them visible to every query.
     """
     queries = q.transpose(1, 2)
     peers: dict[str, Call] = {name: partial(_sdpa, kind, queries, keys, values) for name, kind in BACKENDS.items()}
-    if q.is_cuda and q.shape[1] == 1 and find_spec("flashinfer"):
-        peers["FlashInfer"] = FlashInfer(q[:, 0].contiguous(), keys, values)
-    return peers
+    return peers | flashinfer_peers(q, keys, values, {"FlashInfer": q.dtype})
+
+
+def flashinfer_peers(q: Tensor, keys: Tensor, values: Tensor, formats: Mapping[str, torch.dtype]) -> dict[str, Call]:
+    """FlashInfer's attention of one query to a cache in each of `formats`, none where it does not run."""
+    if not (q.is_cuda and q.shape[1] == 1 and find_spec("flashinfer")):
+        return {}
+    return {name: FlashInfer(q[:, 0].contiguous(), keys, values, dtype) for name, dtype in formats.items()}
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, variant: int) -> Tensor:
@@ -108,11 +113,15 @@ def _sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, variant:
 
 @dataclass(frozen=True, eq=False)
 class FlashInfer:
-    """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [variants, B, Hkv, N, D], in whole pages."""
+    """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [variants, B, Hkv, N, D], in whole pages.
+
+    dtype: of the pages, FP8 without scales too.
+    """
 
     q: Tensor
     keys: Tensor
     values: Tensor
+    dtype: torch.dtype
 
     def __call__(self, variant: int) -> Tensor:
         return self._wrapper.run(self.q, self._pages[variant])
@@ -122,7 +131,8 @@ class FlashInfer:
         """KV pages, [variants, pages, 2, PAGE_TOKENS, Hkv, D]."""
         variants, batch, kv_heads, tokens, head_dim = self.keys.shape
         shape = (variants, batch * tokens // PAGE_TOKENS, PAGE_TOKENS, kv_heads, head_dim)
-        return torch.stack([store.transpose(2, 3).reshape(shape) for store in (self.keys, self.values)], dim=2)
+        stores = (store.to(self.dtype).transpose(2, 3).reshape(shape) for store in (self.keys, self.values))
+        return torch.stack(list(stores), dim=2)
 
     @cached_property
     def _wrapper(self) -> Any:
@@ -133,7 +143,7 @@ class FlashInfer:
         wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
         last = torch.full((batch,), PAGE_TOKENS, dtype=torch.int32, device=self.q.device)
         sizes = (q_heads, kv_heads, head_dim, PAGE_TOKENS)
-        types = {"q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
+        types = {"q_data_type": self.q.dtype, "kv_data_type": self.dtype}
         wrapper.plan(numbers(batch + 1) * pages, numbers(batch * pages), last, *sizes, **types)
         return wrapper
 

@@ -146,7 +146,7 @@ def _linear_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSi
             x = fresh(bench, rows, size.inputs)
             rates = STORED_LINEAR if kind in STORED_TYPES else kind
             call = linear_call(rates, x, weights.products, size.outputs, weights.weight_bytes, weights.exact, peers)
-            yield BenchCase(kernel, call, SpeedUp(speedup), DENSE)
+            yield BenchCase(kernel, call, SpeedUp(speedup), (DENSE,))
 
 
 def _dense_product(weights: Tensor) -> Product:
@@ -160,7 +160,7 @@ def _gated_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSiz
         for rows, speedup in size.speedups:
             x = fresh(bench, rows, size.inputs)
             call = gated_call(kind, x, weights.products, size.outputs, weights.weight_bytes, weights.exact)
-            yield BenchCase(kernel, call, SpeedUp(speedup), APART)
+            yield BenchCase(kernel, call, SpeedUp(speedup), (APART,))
 
 
 linear_int4_cases = partial(_linear_cases, "linear_int4", "linear_int4")

@@ -317,7 +317,8 @@ def progressive_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[Ben
     for size in sizes:
         draft = SparseDraft.quantized(bench, size)
         target = SpeedUp(1 / MAX_OF_INT4.get(size.batch, 0.35))
-        yield BenchCase("progressive", draft.progressive_call(BENCH_SPLITS, {FULL_INT4: draft.full}), target, FULL_INT4)
+        call = draft.progressive_call(BENCH_SPLITS, {FULL_INT4: draft.full})
+        yield BenchCase("progressive", call, target, (FULL_INT4,))
 
 
 def top_k_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
@@ -364,7 +365,7 @@ def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterato
             cost = attention.cost(BENCH_SPLITS)
             target = SpeedUp(BANDWIDTH_SHARE * float(all_codes.read_bytes / cost.read_bytes))
             call = attention.call(cost, {FULL_INT4: draft.full, "torch gather + SDPA": attention.gathered})
-            yield BenchCase("sparse_attention", call, target, FULL_INT4)
+            yield BenchCase("sparse_attention", call, target, (FULL_INT4,))
 
 
 def scores_call(draft: SparseDraft, what: What, peers: Peers) -> KernelCall:
@@ -405,4 +406,4 @@ def scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCas
         draft = SparseDraft.quantized(bench, size, QUERIES, lower=True)
         peers = {WITHOUT: partial(_verify, draft, None)}
         for what in kinds:
-            yield BenchCase("scores", scores_call(draft, what, peers), SpeedUp(1 / MAX_COLLECTING), WITHOUT)
+            yield BenchCase("scores", scores_call(draft, what, peers), SpeedUp(1 / MAX_COLLECTING), (WITHOUT,))
