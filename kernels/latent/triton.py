@@ -3,6 +3,8 @@
 Attention reads a latent once for scores and for values.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,29 @@ from ridgeplan.kernels.layer import Tables
 from ridgeplan.roofline.execution import choose_splits
 
 APPEND_HEADS = 8  # query heads of a program that rotates them; not tuned on a GPU yet
-QUERY_ROWS = 16  # query heads x queries of a program
-BLOCK = 32  # tokens of a step; not tuned on a GPU yet
+
+
+class Tile(NamedTuple):
+    """What a program of the attention takes, and programs that an SM is to have.
+
+    rows: query heads x queries. tokens: of a step. stages: steps whose loads are in flight.
+    """
+
+    rows: int
+    tokens: int
+    stages: int
+    per_sm: int
+
+
+def tile_of(rows: int, token_bytes: int, quantized: bool, shared_bytes: int) -> Tile:
+    """The fastest tile on an H200 that fits `shared_bytes`, for so many query rows of a sequence.
+
+    token_bytes: of a latent and a rotated key. Over codes, which each tile of rows decodes anew, tiles of more than 16
+    rows are slower all the same.
+    """
+    tiles = (*([Tile(32, 64, 3, 1)] if rows > 16 and not quantized else []), Tile(16, 32, 3, 2))
+    fitting = (tile for tile in tiles if tile.tokens * tile.stages * token_bytes <= shared_bytes)
+    return next(fitting, Tile(16, 32, 2, 2))
 
 
 @triton.jit
@@ -248,14 +271,17 @@ def latent_attention_triton(inputs: LatentInputs) -> Tensor:
     q, latents, rotated, begin, end, scale, codes, groups, lower = inputs
     batch, queries, heads, _ = q.shape
     latent, rope = latents.shape[2], rotated.shape[2]
-    group, capacity = (codes.group, codes.groups) if codes is not None else (BLOCK, 0)
+    shared_bytes = _shared_bytes(q.device)
+    tile = tile_of(queries * heads, (latent + rope) * q.element_size(), codes is not None, shared_bytes)
+    group, capacity = (codes.group, codes.groups) if codes is not None else (tile.tokens, 0)
     for name, size, least in (("latents", latent, 32), ("groups", group, 16)):
         if size & (size - 1) or size < least:
             raise ValueError(f"{name} are of {size}; allowed on a GPU: powers of two from {least}")
     if (latents.stride(1), rotated.stride(1)) != (latent, rope):
         raise ValueError(f"latents {latents.stride()} and rotated {rotated.stride()} need contiguous rows")
-    q, tiles = q.contiguous(), triton.cdiv(queries * heads, QUERY_ROWS)
-    splits = int(choose_splits(batch, tiles, capacity * group + latents.shape[1], _num_sms(q.device)))
+    q, tiles = q.contiguous(), triton.cdiv(queries * heads, tile.rows)
+    num_sms = max(1, _num_sms(q.device) * tile.per_sm // 2)  # choose_splits counts two programs an SM
+    splits = int(choose_splits(batch, tiles, capacity * group + latents.shape[1], num_sms))
     partial = torch.empty(batch, queries, heads, splits, latent, dtype=torch.float32, device=q.device)
     lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
     _latent_attention_kernel[batch, splits, tiles](
@@ -281,9 +307,16 @@ def latent_attention_triton(inputs: LatentInputs) -> Tensor:
         GROUP=group,
         WIDTH=latent if codes is None else codes.head_dim,
         BITS=0 if codes is None else (8 if lower else 4),
-        ROWS=QUERY_ROWS,
-        BLOCK=min(BLOCK, group),
+        ROWS=tile.rows,
+        BLOCK=min(tile.tokens, group),
         num_warps=4,
-        num_stages=2,
+        num_stages=tile.stages,
     )
     return merge_triton(partial, lse, q.dtype)
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have; the interpreter has no limit."""
+    if device.type == "cpu":
+        return 1 << 31
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

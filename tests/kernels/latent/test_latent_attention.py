@@ -7,6 +7,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import dequantize_keys, encode
 from ridgeplan.kernels.latent import absorb_append, absorb_append_cost, latent_attention, latent_attention_cost
+from ridgeplan.kernels.latent.triton import tile_of
 from ridgeplan.roofline import ops
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -176,3 +177,18 @@ def test_appends_cost_their_product_and_their_rows() -> None:
     with pytest.raises(ValueError, match=r"slots \[\[2, 2\], \[2, 3\]\] do not fit \[2, 3\] tokens"):
         latents = torch.empty(2, 3, LATENT + ROPE)
         absorb_append(queries, latents, tables, torch.empty(LATENT), 0, factors, stores, (slots[:, :2], slots))
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "tiles"),
+    [
+        (227, [(16, 32, 3, 2), (32, 64, 3, 1), (16, 32, 3, 2)]),
+        (163, [(16, 32, 3, 2)] * 3),
+        (99, [(16, 32, 2, 2)] * 3),
+    ],
+    ids=["H200", "A100", "RTX 4090"],
+)
+def test_tiles_fit_the_shared_memory(shared_kib: int, tiles: list[tuple[int, ...]]) -> None:
+    """Of few rows, of many, and of many over codes, at DeepSeek's 1152 bytes of a token."""
+    cases = (16, False), (128, False), (128, True)
+    assert [tile_of(rows, 1152, quantized, shared_kib << 10) for rows, quantized in cases] == tiles
