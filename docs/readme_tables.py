@@ -23,10 +23,12 @@ ABLATION = "decode_ablation_h200"  # of an older version: docs/benchmarks/h200.m
 PLAIN = "autoregressive"
 EVICTIONS = ("dapq", "snapkv", "pyramidkv", "h2o", "streamingllm", "lacache", "expected-attention")
 KERNELS = {
-    "kernels_codes_h200": (
+    "kernels_attention_h200": (
         ("attention", "32/8 x 128, B1, 131072 tokens, INT8"),
         ("attention", "32/8 x 128, B1, 131072 tokens, INT4"),
         ("attention", "32/8 x 128, B8, 32768 tokens, INT4"),
+    ),
+    "kernels_codes_h200": (
         ("linear_int4", "1 x 4096 -> 4096"),
         ("linear_int4", "1 x 4096 -> 28672"),
         ("linear_int4", "16 x 4096 -> 28672"),

@@ -3,8 +3,10 @@
 Each plan continues sets of ragged prompts, one set prompt by prompt, the next in batches; on a GPU rounds are replays
 of graphs. What it generated of a set then goes through the plan's target together, in steps of one token. A token that
 is not the one with the largest logit there differs, unless its logit is within rounding of the largest, as roundings
-depend on how many rows a product or an attention has: it is a tie, counted apart, with the gap of the logits. What
-follows a tie is compared like all else, since the target reads the tokens that the plan chose.
+depend on how many rows a product or an attention has: it is a tie, counted apart, with the gap of the logits. Where a
+token would differ, the target reads its row once more, alone. If the token is within rounding there, roundings count
+for more than usual at this place, and it is a tie as well, with the gaps of both passes. What follows a tie is compared
+like all else, since the target reads the tokens that the plan chose.
 
 In float32 ties are rare; bfloat16 runs what float32 does not reach, the CUDA C++ kernels. Their calls are counted as
 the host makes them: once a layer of a captured graph, however often it is replayed, and in plain steps. On a GPU of
@@ -152,14 +154,16 @@ class Tally:
     """What a case's tokens are beside those of plain steps.
 
     near: tokens at which the target's second largest logit is within rounding of the largest. ties: those of them at
-    which the plan took another token than plain steps, by the gap. differing: gaps beyond rounding. by_drafts: rounds
-    with each number of drafts.
+    which the plan took another token than plain steps, by the gap. unstable: gaps beyond rounding,
+    each with the gap in a pass of the row alone, which is within. differing: gaps beyond rounding in both. by_drafts:
+    rounds with each number of drafts.
     """
 
     rounds: int = 0
     tokens: int = 0  # that were generated
     near: int = 0
     ties: list[float] = field(default_factory=list)
+    unstable: list[list[float]] = field(default_factory=list)
     differing: list[float] = field(default_factory=list)
     by_drafts: Counter[int] = field(default_factory=Counter)
 
@@ -172,14 +176,20 @@ class Tally:
         """Every token that was generated for each prompt with the target's logits before it."""
         logits = engine.teacher_forced_logits(prompts, [row[:-1] for row in generated])
         rounding = ROUNDING[engine.weights.embedding.dtype]
-        for row, tokens in zip(logits, torch.tensor(generated, device=logits.device), strict=True):
+        for index, (row, tokens) in enumerate(zip(logits, torch.tensor(generated, device=logits.device), strict=True)):
             best = row.float().topk(2).values
             gaps, within = best[:, 0] - row.gather(1, tokens[:, None])[:, 0], rounding * best[:, 0].abs()
             other = row.argmax(-1) != tokens
             self.near += int((best[:, 0] - best[:, 1] <= within).sum())
             self.ties += gaps[other & (gaps <= within)].tolist()
-            self.differing += gaps[other & (gaps > within)].tolist()
             self.tokens += len(tokens)
+            places = (other & (gaps > within)).nonzero()[:, 0]
+            if len(places):
+                alone = engine.teacher_forced_logits(prompts[index : index + 1], [generated[index][:-1]])[0, places]
+                gaps_alone = alone.max(-1).values.float() - alone.gather(1, tokens[places, None])[:, 0]
+                near = gaps_alone <= within[places]
+                self.unstable += torch.stack([gaps[places], gaps_alone], dim=1)[near].tolist()
+                self.differing += gaps[places][~near].tolist()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "rounds": tally.rounds, "tokens": tally.tokens, "sets of prompts": number,
                 "rounds by drafts": {str(drafts): count for drafts, count in sorted((+tally.by_drafts).items())},
                 "tokens that differ": len(tally.differing), "gaps of those": tally.differing,
+                "gaps of ties in a pass of the row alone": tally.unstable,
                 "ties": len(tally.ties), "gaps of ties": tally.ties, "tokens with a second within rounding": tally.near,
                 "kernels called": dict(sorted(calls.items())), "kernels that did not run": absent,
                 "memory growth bytes": held[-1] - held[min(1, number - 1)],
