@@ -200,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter-head", default="")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--cases", choices=("drafters", CODES), default="drafters")
+    parser.add_argument("--only", help="of the cases this one alone")
     parser.add_argument("--batch", type=int, default=4, help="ragged prompts of a generation")
     parser.add_argument("--rounds", type=int, default=20000, help="of all cases together")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which each case ends")
@@ -207,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     names = (SUFFIX, HEAD, CASCADE) if chosen.drafter_head else (SUFFIX, CASCADE)
     cases = CODE_CASES if chosen.cases == CODES else {name: drafter_case(name) for name in names}
+    if chosen.only:
+        cases = {chosen.only: cases[chosen.only]}
     source, results, failed = embedded_or(chosen.model), {}, False
     dtype, size = getattr(torch, chosen.dtype), chosen.batch
     shared = SharedWeights(source, dtype=dtype)
