@@ -150,9 +150,10 @@ def _plane_product(
 def _dense_tiles(packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
     """A chunk of one plane's tiles, float32 [16 * TILES, CHUNK]."""
     k_tile = step * CHUNK // GROUP
-    codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+    codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES)
     scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
-    return codes.to(tl.float32) * scale[:, None] + zero[:, None]
+    shifted = (codes | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 + code: conversions are slow
+    return (shifted - (8388608.0 + 8.0)) * scale[:, None] + zero[:, None]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -317,7 +318,7 @@ def _sum_kernel(partial, bias, out, total, outputs, SPLITS: tl.constexpr, BLOCK:
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def _copy_kernel(
     packed,
     lower,
@@ -331,14 +332,14 @@ def _copy_kernel(
     TILES: tl.constexpr,
 ):
     """Writes a dense copy of one chunk of TILES output tiles from `first_tile` on; `out` begins with that tile."""
-    step = tl.program_id(1)
-    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    step = tl.program_id(0)
+    tiles = tl.program_id(1) * TILES + tl.arange(0, TILES)
     safe = tl.minimum(first_tile + tiles, output_tiles - 1).to(tl.int64)
     tile_words = inputs // GROUP * (2 * GROUP + 16)
     weight = _dense_tiles(packed, safe, step, tile_words, GROUP, CHUNK, TILES)
     if lower is not None:
         weight += _dense_tiles(lower, safe, step, tile_words, GROUP, CHUNK, TILES)
-    output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
+    output = tl.program_id(1) * TILES * 16 + tl.arange(0, 16 * TILES)
     at = out + output[:, None].to(tl.int64) * inputs + step * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(at, weight.to(out.dtype.element_ty), mask=first_tile * 16 + output[:, None] < outputs)
 
@@ -421,20 +422,11 @@ def _quantized(x: Tensor, group: int) -> list[Tensor]:
 def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tensor) -> None:
     """Writes the weight's rows from tile `first_tile` on into `out` [rows, inputs], as many as it has."""
     chunk, (packed, lower) = min(weight.group, CHUNK), _plane_words(weight)
-    grid = (triton.cdiv(len(out), TILE_OUTPUTS * COPY_TILES), weight.inputs // chunk)
+    grid = (weight.inputs // chunk, triton.cdiv(len(out), TILE_OUTPUTS * COPY_TILES))
     _copy_kernel[grid](
-        packed,
-        lower,
-        out,
-        first_tile,
-        weight.inputs,
-        first_tile * TILE_OUTPUTS + len(out),
-        len(packed),
-        GROUP=weight.group,
-        CHUNK=chunk,
-        TILES=COPY_TILES,
-        num_warps=4,
-    )
+        packed, lower, out, first_tile, weight.inputs, first_tile * TILE_OUTPUTS + len(out), len(packed),
+        GROUP=weight.group, CHUNK=chunk, TILES=COPY_TILES, num_warps=4,
+    )  # fmt: skip
 
 
 def _plane_words(weight: Int4Weight | Int8Weight) -> tuple[Tensor, Tensor | None]:
