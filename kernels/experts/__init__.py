@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
+from ridgeplan.kernels.device.cuda import has_wgmma
 from ridgeplan.kernels.linear import QuantizedWeight
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline import ops
@@ -127,6 +128,11 @@ def max_blocks(pairs: int, experts: int, rows: int) -> int:
     return min(pairs, pairs // rows + min(experts, pairs))
 
 
+def supports_grouped(x: Tensor) -> bool:
+    """Whether grouped products of rows like x are fast. torch has them from 2.10 on; the first fail on Blackwell."""
+    return x.is_cuda and has_wgmma(x.device) and x.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")
+
+
 def routed_mlp(
     x: Tensor,
     experts: Tensor,
@@ -160,9 +166,12 @@ def routed_mlp(
             x, experts, weights, gate_up, down, count, gate_up_bias, down_bias, activation, addend
         )
     from ridgeplan.kernels.experts.cuda import block_rows, expert_products, find_experts_kernels
+    from ridgeplan.kernels.experts.grouped import routed_mlp_grouped, takes_grouped
     from ridgeplan.kernels.experts.triton import expert_products_triton, weighted_sum_triton
 
     x, stacks, biases, per_token = x.contiguous(), (gate_up, down), (gate_up_bias, down_bias), experts.shape[1]
+    if backend == "auto" and takes_grouped(x, experts.numel(), count):
+        return routed_mlp_grouped(x, experts, weights, stacks, biases, count, activation, addend)
     kernels = find_experts_kernels(x, stacks, per_token, count) if backend == "auto" else None
     if kernels is not None:
         blocks = expert_blocks(experts, count, block_rows(len(x)))

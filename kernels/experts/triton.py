@@ -12,13 +12,14 @@ from ridgeplan.kernels.device.triton_helpers import INTERPRETED, pdl_launch_depe
 from ridgeplan.kernels.experts import BLOCK_ROWS, SWIGLU, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
 from ridgeplan.kernels.linear.triton import FEW_ROWS as FEW_ROWS_SPLIT
 from ridgeplan.kernels.linear.triton import FLOAT32 as FLOAT32_SPLIT
-from ridgeplan.kernels.linear.triton import SplitKConfig, _plane_product
-from ridgeplan.kernels.linear.weights import CHUNK, MXFP4_GROUP, Int8Weight, Mxfp4Weight
+from ridgeplan.kernels.linear.triton import SplitKConfig, _plane_product, dequantize_tiles
+from ridgeplan.kernels.linear.weights import CHUNK, MXFP4_GROUP, Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.roofline.execution import TILE_OUTPUTS
 
 COUNTED_PAIRS = 64  # pairs that a program compares at once
 SUM_ELEMENTS, MIN_SUM_BLOCK = 4096, 64  # that a program adds up at once, and outputs of it
+COPY_ROWS, COPY_CHUNK = 16, 256  # rows and inputs of a dense copy of MXFP4 that a program writes
 
 
 @dataclass(frozen=True)
@@ -85,21 +86,11 @@ def route_triton(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple
     chosen = torch.empty(rows, routing.per_token, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, routing.per_token, dtype=torch.float32, device=logits.device)
     _route_kernel[(rows,)](
-        logits.contiguous(),
-        bias,
-        chosen,
-        weights,
-        experts,
-        routing.scale,
-        routing.min_sum,
-        PER_TOKEN=routing.per_token,
-        SLOTS=triton.next_power_of_2(routing.per_token),
-        EXPERTS=triton.next_power_of_2(experts),
-        SIGMOID=routing.sigmoid,
-        NORMALIZED=routing.normalized,
-        num_warps=1 if experts <= 256 else 4,
-        **pdl_options(logits),
-    )
+        logits.contiguous(), bias, chosen, weights, experts, routing.scale, routing.min_sum,
+        PER_TOKEN=routing.per_token, SLOTS=triton.next_power_of_2(routing.per_token),
+        EXPERTS=triton.next_power_of_2(experts), SIGMOID=routing.sigmoid, NORMALIZED=routing.normalized,
+        num_warps=1 if experts <= 256 else 4, **pdl_options(logits),
+    )  # fmt: skip
     return chosen, weights
 
 
@@ -149,27 +140,17 @@ def expert_blocks_triton(experts: Tensor, count: int, rows: int) -> Blocks:
     block_experts = torch.empty(blocks, dtype=torch.int32, device=experts.device)
     block_pairs = torch.empty(blocks, rows, dtype=torch.int32, device=experts.device)
     _blocks_kernel[(blocks,)](
-        experts.contiguous(),
-        block_experts,
-        block_pairs,
-        pairs,
-        count,
-        EXPERTS=triton.next_power_of_2(count),
-        ROWS=rows,
-        STEP=COUNTED_PAIRS,
-        num_warps=4,
-        **pdl_options(experts),
-    )
+        experts.contiguous(), block_experts, block_pairs, pairs, count, EXPERTS=triton.next_power_of_2(count),
+        ROWS=rows, STEP=COUNTED_PAIRS, num_warps=4, **pdl_options(experts),
+    )  # fmt: skip
     return Blocks(block_experts, block_pairs)
 
 
 @triton.jit
 def _e2m1(code):
-    """Numbers of 4 bits in float32: an exponent of bias 1 and a bit of mantissa, 0 and 0.5 below it, and a sign."""
-    magnitude = (code & 7).to(tl.int32)
-    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    number = tl.where(magnitude < 2, 0.5 * magnitude.to(tl.float32), normal)
-    return tl.where((code & 8) > 0, -number, number)
+    """Numbers of 4 bits in float32: a sign, an exponent of bias 1, and a bit of mantissa, subnormal ones too."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126, the difference of both biases
 
 
 @triton.jit
@@ -177,7 +158,7 @@ def _mxfp4_tile(codes, scales, output, step, inputs, CHUNK: tl.constexpr, OUTPUT
     """A chunk of the rows `output` of a weight in MXFP4, float32 [OUTPUTS, CHUNK]; codes: two numbers a byte."""
     pairs = step * CHUNK // 2 + tl.arange(0, CHUNK // 2)
     at = codes + output[:, None] * (inputs // 2) + pairs[None, :]
-    both = tl.load(at, mask=(pairs < inputs // 2)[None, :], other=0)
+    both = tl.load(at, mask=(pairs < inputs // 2)[None, :], other=0).to(tl.int32)
     numbers = tl.reshape(tl.join(_e2m1(both & 15), _e2m1(both >> 4)), (OUTPUTS, CHUNK // 32, 32))
     groups = step * CHUNK // 32 + tl.arange(0, CHUNK // 32)
     at = scales + output[:, None] * (inputs // 32) + groups[None, :]
@@ -287,7 +268,9 @@ def _experts_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _activation_kernel(
-    parts,  # float32 [SPLITS, pairs, 2 WIDTH]: gates first, then up
+    parts,  # [SPLITS, pairs, 2 WIDTH]: gates first, then up
+    bias,  # [experts, 2 WIDTH] or None
+    ids,  # int16 [pairs], the pairs' experts, if there is a bias
     out,  # [pairs, WIDTH]
     pairs,
     alpha,
@@ -297,12 +280,16 @@ def _activation_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds up the splits of gate and up, and applies the activation."""
+    """Adds up the splits of gate and up and their bias, and applies the activation."""
     pair, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = (tl.arange(0, SPLITS).to(tl.int64) * pairs + pair) * (2 * WIDTH)
     place, inside = parts + first[:, None] + at[None, :], at[None, :] < WIDTH
-    gate = tl.sum(tl.load(place, mask=inside, other=0.0), 0)
-    up = tl.sum(tl.load(place + WIDTH, mask=inside, other=0.0), 0)
+    gate = tl.sum(tl.load(place, mask=inside, other=0.0).to(tl.float32), 0)
+    up = tl.sum(tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32), 0)
+    if bias is not None:
+        added = bias + tl.load(ids + pair).to(tl.int64) * (2 * WIDTH) + at
+        gate += tl.load(added, mask=at < WIDTH, other=0.0).to(tl.float32)
+        up += tl.load(added + WIDTH, mask=at < WIDTH, other=0.0).to(tl.float32)
     result = _activated(gate, up, alpha, limit, offset)
     tl.store(out + pair * WIDTH + at, result.to(out.dtype.element_ty), mask=at < WIDTH)
 
@@ -310,6 +297,7 @@ def _activation_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def _sum_kernel(
     parts,  # [SPLITS, pairs, width]
+    places,  # int64 [pairs], where a pair is among the parts, or None: at its number
     weights,  # float32 [pairs]
     addend,  # [pairs / PER_ROW, width] or None
     out,  # as addend
@@ -328,6 +316,8 @@ def _sum_kernel(
     pair = row * PER_ROW + part // SPLITS
     known = part < PER_ROW * SPLITS
     weight = tl.load(weights + pair, mask=known, other=0.0)
+    if places is not None:
+        pair = tl.load(places + pair, mask=known, other=0)
     place = parts + ((part % SPLITS).to(tl.int64) * pairs + pair)[:, None] * width + at[None, :]
     each = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
     acc = tl.sum(each * weight[:, None], 0)
@@ -350,26 +340,23 @@ def expert_products_triton(
     return _product(gated, blocks, stacks[1], biases[1], count, pairs, None)
 
 
-def weighted_sum_triton(parts: Tensor, weights: Tensor, addend: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of parts [splits, pairs, width] by weights [rows, per_token], plus `addend`: [rows, width]."""
+def weighted_sum_triton(
+    parts: Tensor, weights: Tensor, addend: Tensor | None, dtype: torch.dtype, places: Tensor | None = None
+) -> Tensor:
+    """The sum of parts [splits, pairs, width] by weights [rows, per_token], plus `addend`: [rows, width].
+
+    places: int64 [pairs], where each pair is among the parts; by default in order.
+    """
     (rows, per_token), (_, pairs, width) = weights.shape, parts.shape
     out = torch.empty(rows, width, dtype=dtype, device=parts.device)
     added = triton.next_power_of_2(per_token * len(parts))
     block = max(MIN_SUM_BLOCK, SUM_ELEMENTS // added)
+    # In prompts, whose sums the memory binds, a warp loads 256 outputs of all parts, and adds up without the others.
+    warps = 4 if places is None else max(1, min(4, block // 256))
     _sum_kernel[(rows, triton.cdiv(width, block))](
-        parts,
-        weights.contiguous(),
-        None if addend is None else addend.contiguous(),
-        out,
-        pairs,
-        width,
-        PER_ROW=per_token,
-        SPLITS=len(parts),
-        PARTS=added,
-        BLOCK=block,
-        num_warps=4,
-        **pdl_options(parts),
-    )
+        parts, places, weights.contiguous(), None if addend is None else addend.contiguous(), out, pairs, width,
+        PER_ROW=per_token, SPLITS=len(parts), PARTS=added, BLOCK=block, num_warps=warps, **pdl_options(parts),
+    )  # fmt: skip
     return out
 
 
@@ -412,43 +399,49 @@ def _product(
     out = torch.empty(splits, pairs, width, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
     grid = (triton.cdiv(width, TILE_OUTPUTS * config.tiles), len(blocks.experts), splits)
     _experts_kernel[grid](
-        x,
-        planes[0],
-        planes[1] if len(planes) > 1 else None,
-        bias,
-        out,
-        *blocks,
-        pairs,
-        inputs,
-        outputs // TILE_OUTPUTS,
-        activation.alpha,
-        activation.limit,
-        activation.offset,
-        PER_ROW=pairs // len(x),
-        GATED=fused,
-        GROUP=group,
-        CHUNK=chunk,
-        TILES=config.tiles,
-        ROWS=rows,
-        SPLITS=splits,
-        MXFP4=is_mxfp4,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+        x, planes[0], planes[1] if len(planes) > 1 else None, bias, out, *blocks, pairs, inputs,
+        outputs // TILE_OUTPUTS, activation.alpha, activation.limit, activation.offset,
+        PER_ROW=pairs // len(x), GATED=fused, GROUP=group, CHUNK=chunk, TILES=config.tiles, ROWS=rows, SPLITS=splits,
+        MXFP4=is_mxfp4, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
     if fused == gated:
         return out
     activated = torch.empty(1, pairs, outputs // 2, dtype=x.dtype, device=x.device)
-    block = max(MIN_SUM_BLOCK, SUM_ELEMENTS // splits // 4)
-    _activation_kernel[(pairs, triton.cdiv(outputs // 2, block))](
-        out,
-        activated,
-        pairs,
-        activation.alpha,
-        activation.limit,
-        activation.offset,
-        WIDTH=outputs // 2,
-        SPLITS=splits,
-        BLOCK=block,
-        num_warps=4,
-    )
+    activate(out, activation, activated)
     return activated
+
+
+def activate(
+    parts: Tensor, activation: Activation, out: Tensor, bias: Tensor | None = None, ids: Tensor | None = None
+) -> None:
+    """Writes the activation of parts [splits, pairs, 2 x width], added up, into `out` [..., pairs, width].
+
+    bias: [experts, 2 x width], for pairs of the experts `ids` int16 [pairs].
+    """
+    splits, pairs, width = len(parts), parts.shape[1], out.shape[-1]
+    block = max(MIN_SUM_BLOCK, SUM_ELEMENTS // splits // 4)
+    _activation_kernel[(pairs, triton.cdiv(width, block))](
+        parts, bias, ids, out, pairs, activation.alpha, activation.limit, activation.offset,
+        WIDTH=width, SPLITS=splits, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def _mxfp4_copy_kernel(codes, scales, out, first, rows, inputs, CHUNK: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Writes a dense copy of a chunk of OUTPUTS rows; `out` begins with row `first`."""
+    step, row = tl.program_id(0), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = first + tl.minimum(row, rows - 1).to(tl.int64)
+    dense = _mxfp4_tile(codes, scales, output, step, inputs, CHUNK, OUTPUTS)
+    column = step * CHUNK + tl.arange(0, CHUNK)
+    at = out + row[:, None].to(tl.int64) * inputs + column[None, :]
+    tl.store(at, dense.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < inputs)[None, :])
+
+
+def dequantize_rows(weight: Int4Weight | Int8Weight | Mxfp4Weight, first: int, out: Tensor) -> None:
+    """Writes the stack's rows from `first` on, a multiple of 16, into `out` [rows, inputs], as many as it has."""
+    if isinstance(weight, Mxfp4Weight):
+        grid = triton.cdiv(weight.inputs, COPY_CHUNK), triton.cdiv(len(out), COPY_ROWS)
+        sizes = first, len(out), weight.inputs, COPY_CHUNK, COPY_ROWS
+        _mxfp4_copy_kernel[grid](weight.codes, weight.scales, out, *sizes, num_warps=4)
+    else:
+        dequantize_tiles(weight, first // TILE_OUTPUTS, out)

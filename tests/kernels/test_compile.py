@@ -250,10 +250,13 @@ def routing_jobs(every: bool) -> dict[str, dict[str, Any]]:
     added = {"PER_ROW": 8, "SPLITS": 1, "PARTS": 8, "BLOCK": 512, "PDL": True}
     split = {"parts": "*fp32", "out": "*bf16", "pairs": "i32"} | dict.fromkeys(("alpha", "limit", "offset"), "fp32")
     activated = {"WIDTH": 768, "SPLITS": 16, "BLOCK": 64}
+    biased = split | {"parts": "*bf16", "bias": "*bf16", "ids": "*i16"}
+    copied = {"codes": "*u8", "scales": "*u8", "out": "*bf16"} | dict.fromkeys(("first", "rows", "inputs"), "i32")
     jobs = {
         "route": job("experts.triton", "_route_kernel", route, chosen, {"num_warps": 1}),
         "blocks": job("experts.triton", "_blocks_kernel", blocks, counted, {"num_warps": 4}),
         "expert sum": job("experts.triton", "_sum_kernel", summed, added, {"num_warps": 4}),
+        "sorted expert sum": job("experts.triton", "_sum_kernel", summed | {"places": "*i64"}, added, {"num_warps": 4}),
         "expert sum of splits": job(
             "experts.triton",
             "_sum_kernel",
@@ -262,6 +265,16 @@ def routing_jobs(every: bool) -> dict[str, dict[str, Any]]:
             {"num_warps": 4},
         ),
         "expert activation": job("experts.triton", "_activation_kernel", split, activated, {"num_warps": 4}),
+        "expert activation with biases": job(
+            "experts.triton",
+            "_activation_kernel",
+            biased,
+            {"WIDTH": 2880, "SPLITS": 1, "BLOCK": 1024},
+            {"num_warps": 4},
+        ),
+        "MXFP4 weight copy": job(
+            "experts.triton", "_mxfp4_copy_kernel", copied, {"CHUNK": 256, "OUTPUTS": 16}, {"num_warps": 4}
+        ),
     }
     variants = [(16, True, "FEW_ROWS"), (4, False, "INT4_SPLIT"), (8, False, "MANY_ROWS")]
     variants += [(4, True, "FEW_ROWS"), (8, False, "FEW_ROWS_SPLIT")] if every else []
