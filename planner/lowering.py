@@ -19,6 +19,8 @@ from ridgeplan.roofline.catalog.model_shape import FULL_BITS, KEPT_FORMAT, Model
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.execution import (
+    GROUPED_EXTRA_ROWS,
+    GROUPED_MXFP4_EXTRA_ROWS,
     INTEGER_GROUP,
     PROMPT_EXPERTS_SHARE,
     PROMPT_MXFP4_SHARE,
@@ -129,7 +131,7 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
         dense=int(plan.weights.dense),
         head_dense=int(target_head_bits(plan) == 16 and not _head_in_blocks(plan, shape)),
         table_saved_bytes=_table_saved_bytes(plan, shape, device),
-        experts_share=_experts_share(plan, shape),
+        **_prompt_experts(plan, shape, device),
         bits=target_code_bits(plan),
         score_bytes=_score_bytes(shape, cost),
         budget=plan.attention.budget or UNLIMITED_TOKENS,
@@ -332,9 +334,14 @@ def expert_bits(plan: Plan, shape: ModelShape, *, drafting: bool = False) -> int
     return plan.weights.draft_bits if drafting else plan.weights.target_bits
 
 
-def _experts_share(plan: Plan, shape: ModelShape) -> float:
-    kept = shape.weight_bits.format == KEPT_FORMAT
-    return PROMPT_MXFP4_SHARE if kept else PROMPT_EXPERTS_SHARE[plan.weights.target_bits]
+def _prompt_experts(plan: Plan, shape: ModelShape, device: Device) -> dict[str, float]:
+    """The terms of prompts' routed experts."""
+    kept, bits = shape.weight_bits.format == KEPT_FORMAT, plan.weights.target_bits
+    if device.grouped_experts and shape.is_moe:
+        extra_rows = GROUPED_MXFP4_EXTRA_ROWS if kept else GROUPED_EXTRA_ROWS[bits]
+        copies = int(kept or bits < FULL_BITS)
+        return {"grouped_experts": 1, "expert_extra_rows": extra_rows, "copies_experts": copies}
+    return {"experts_share": PROMPT_MXFP4_SHARE if kept else PROMPT_EXPERTS_SHARE[bits]}
 
 
 def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:

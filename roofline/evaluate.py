@@ -231,15 +231,20 @@ def prefill_seconds(
 def prefill_launches(machine: Machine, strategy: Strategy) -> Term:
     """How often a prompt launches every layer: once a piece, and once for the tokens that each eviction appends."""
     chunks = strategy.prompt_chunks
-    pieces = chunks.count * maximum(chunks.tokens / prefill_chunk_tokens(machine.asynchronous), 1)
-    return pieces + chunks.evicting * minimum(strategy.appended_tokens, 1)
+    return chunks.count * _pieces(machine, strategy) + chunks.evicting * minimum(strategy.appended_tokens, 1)
+
+
+def _pieces(machine: Machine, strategy: Strategy) -> Term:
+    """In how many pieces the tokens of a chunk are projected."""
+    most = prefill_chunk_tokens(machine.asynchronous, strategy.target.grouped_experts)
+    return maximum(strategy.prompt_chunks.tokens / most, 1)
 
 
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
     """The operations of one prompt.
 
     On a GPU, quantized weights become dense copies, slab by slab, in every piece of tokens that are projected together;
-    but routed experts are read as they are, once a piece.
+    but routed experts are read as they are, once a piece. Copies of these are in the rates of grouped products.
     """
     copies = machine.asynchronous * (1 - strategy.target.dense) * prefill_launches(machine, strategy)
     weights = strategy.target.weight_bytes, strategy.target.head_bytes
@@ -248,7 +253,7 @@ def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tupl
     chunks = strategy.prompt_chunks
     chunk_ops = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
     if shape.is_moe:
-        pieces = maximum(chunks.tokens / prefill_chunk_tokens(machine.asynchronous), 1)
+        pieces = _pieces(machine, strategy)
         piece_ops = prefill_pass(shape, 1, chunks.tokens / pieces, machine.element_bytes, *weights)
         chunk_ops = tuple(
             replace(piece, launches=piece.launches * pieces) if piece.kind == "grouped_linear" else op

@@ -37,11 +37,15 @@ PROMPT_STEP_TOKENS = 256
 # however many queries there are: on an H200 it computes at this share of cuDNN's rate.
 HELD_ATTENTION_SHARE = 0.6
 
-# Prompts' routed experts take Triton's grouped kernel, which decodes codes anew for every 64 rows of an expert: on an
-# H200 it computes at this share of the dense library's rate, by the weights' bits and for MXFP4, with this relative
-# spread between models. Attention over expanded latents was not timed: its spread is half to twice the time.
-PROMPT_EXPERTS_SHARE: Mapping[int, float] = MappingProxyType({16: 0.23, 8: 0.075, 4: 0.095})
-PROMPT_MXFP4_SHARE = 0.15
+# Prompts' routed experts on an H200, against the dense library's rate, with the spread between models. In a library's
+# grouped products (a device's `grouped_experts`) each expert takes the time of so many rows more than it has, by the
+# weights' bits and for MXFP4: the products' last tiles, reading of weights, dense copies of codes, and launches. In
+# Triton, which decodes codes anew for every 64 rows, they reach a share of the rate. Attention over expanded latents
+# was not timed: its spread is half to twice the time.
+GROUPED_EXTRA_ROWS: Mapping[int, int] = MappingProxyType({16: 380, 8: 815, 4: 640})
+GROUPED_MXFP4_EXTRA_ROWS = 690
+PROMPT_EXPERTS_SHARE: Mapping[int, float] = MappingProxyType({16: 0.31, 8: 0.087, 4: 0.125})
+PROMPT_MXFP4_SHARE = 0.23
 PROMPT_EXPERTS_SPREAD = 0.3
 UNTIMED_PROMPT_SPREAD = 1.0
 
@@ -78,6 +82,7 @@ DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
 # Largest dense copy of a quantized weight that products of many rows hold beside the codes.
 DENSE_COPY_BYTES = 128 << 20
+EXPERT_COPY_BYTES = 1 << 30  # the same of routed experts: of a layer's, or of as many as fit
 
 # What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB). Prompts are
 # one stream; captured rounds are another, which calls cuBLAS if its products have more rows than this package's take.
@@ -141,9 +146,12 @@ def padded_prompt(tokens: Term) -> Term:
     return tokens + padding * indicator(PADDED_PROMPT_TOKENS, tokens)
 
 
-def prefill_chunk_tokens(asynchronous: Term) -> Term:
-    """Tokens of a prompt that are projected together: on a GPU, which is `asynchronous`, or on a CPU."""
-    return where(asynchronous, PREFILL_CHUNK_TOKENS, CPU_PREFILL_CHUNK_TOKENS)
+def prefill_chunk_tokens(asynchronous: Term, grouped_experts: Term = 0) -> Term:
+    """Tokens of a prompt that are projected together: on a GPU, which is `asynchronous`, or on a CPU.
+
+    grouped_experts: 1 where routed experts are grouped products, which gain from more rows of each expert.
+    """
+    return where(asynchronous, PREFILL_CHUNK_TOKENS * (1 + grouped_experts), CPU_PREFILL_CHUNK_TOKENS)
 
 
 def prompt_chunks(tokens: Term, chunk: Term) -> Term:

@@ -33,7 +33,8 @@ class Device:
 
     memory_bytes: available to plans. element_bytes: of a full-precision element, 2 for bf16 on a GPU, 4 for fp32 on a
     CPU. num_sms: streaming multiprocessors, or cores of a CPU. asynchronous: 1 where the device works while the host
-    launches more (a GPU), 0 where both are the same (a CPU). engine: a serving engine that runs plans on the device,
+    launches more (a GPU), 0 where both are the same (a CPU). grouped_experts: 1 where prompts' routed experts are a
+    library's grouped products (`kernels/experts/grouped.py`). engine: a serving engine that runs plans on the device,
     with times and memory of its own; None for this package's runtime.
     """
 
@@ -41,6 +42,7 @@ class Device:
     element_bytes: Term
     num_sms: Term
     asynchronous: Term = 1
+    grouped_experts: int = 0
     engine: EngineRates | None = None
 
 
@@ -166,6 +168,7 @@ class Machine(Device):
             element_bytes=hardware.element_bytes,
             num_sms=hardware.num_sms,
             asynchronous=int(profile.asynchronous),
+            grouped_experts=int(hardware.compute_capability.startswith("9.")),  # Hopper
             bandwidth_bytes_per_s=hardware.bandwidth_bytes_per_s,
             compute_flops=hardware.compute_flops,
             host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,

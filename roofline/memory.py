@@ -265,13 +265,15 @@ def _dense_width(shape: ModelShape) -> Term:
     return max(max(mlp.intermediate, mlp.shared_intermediate) for mlp, _ in shape.mlps)
 
 
-def _routed_elements(shape: ModelShape) -> Term:
+def _routed_elements(shape: ModelShape, grouped: int = 0) -> Term:
     """Numbers that a token's routed experts hold at once: the activations and outputs of each, and router logits.
 
-    Logits and weights are in fp32, which counts double.
+    Logits and weights are in fp32, which counts double. grouped: as of a `Device`; gates and ups are beside each
+    expert's input, or a second copy of its output.
     """
     return max(
         mlp.experts_per_token * (mlp.expert_intermediate + (mlp.expert_hidden or shape.hidden))
+        + grouped * mlp.experts_per_token * max(2 * mlp.expert_intermediate, mlp.expert_hidden or shape.hidden)
         + (shape.hidden if mlp.shared_intermediate else 0)
         + 4 * mlp.experts
         for mlp, _ in shape.mlps
@@ -281,9 +283,15 @@ def _routed_elements(shape: ModelShape) -> Term:
 def dense_copy(shape: ModelShape, element_bytes: Term) -> Term:
     """The dense copy of a quantized weight that prefill multiplies by on a GPU: of the widest layer, or the largest."""
     outputs = 2 * _dense_width(shape)
-    if shape.is_moe:  # whose experts are decoded within the product
+    if shape.is_moe:  # whose experts are decoded within the product, or copied by themselves
         outputs = max(outputs, *(attention.in_width for attention, _ in shape.projections))
     return minimum(execution.DENSE_COPY_BYTES, outputs * shape.hidden * element_bytes)
+
+
+def expert_copy(shape: ModelShape, element_bytes: Term) -> Term:
+    """The dense copy of routed experts' gates and ups that grouped products take: of a layer, or the largest."""
+    sizes = (2 * mlp.experts * mlp.expert_intermediate * (mlp.expert_hidden or shape.hidden) for mlp, _ in shape.mlps)
+    return minimum(execution.EXPERT_COPY_BYTES, max(sizes) * element_bytes)
 
 
 def prefill_workspace(
@@ -295,13 +303,16 @@ def prefill_workspace(
     scored_bytes: Term = 0,
     buffers: Sequence[Term] | None = None,
     chunk_tokens: Term = execution.PREFILL_CHUNK_TOKENS,
+    grouped: int = 0,
+    expert_copy_bytes: Term = 0,
 ) -> Term:
     """Workspace of layer-major prefill, one sequence at a time, of which `tokens` go through the layers together.
 
     It holds the buffers, by default `prompt_buffers`, and either the attention output of a few heads or one chunk's
     activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
     copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
-    chunk_tokens: most tokens that are projected together.
+    chunk_tokens: most tokens that are projected together. grouped: as of a `Device`. expert_copy_bytes: `expert_copy`
+    if there is one.
     """
     chunk = minimum(tokens, chunk_tokens)
     kv_width = _widest_kv(shape)
@@ -314,7 +325,8 @@ def prefill_workspace(
     activated = chunk * (2 * shape.hidden + 2 * width) * element_bytes
     activated = activated + maximum(chunk * width * element_bytes, copy_bytes)
     if shape.is_moe:
-        activated = maximum(activated, chunk * (2 * shape.hidden + _routed_elements(shape)) * element_bytes)
+        routed = chunk * (2 * shape.hidden + _routed_elements(shape, grouped)) * element_bytes
+        activated = maximum(activated, routed + expert_copy_bytes)
     # Whole heads attend at once, at least one.
     attending = execution.padded_prompt(tokens)
     heads_tokens = minimum(maximum(attending, execution.PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
@@ -540,7 +552,9 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             copy_bytes,
             eviction_workspace(shape, strategy, element_bytes),
             chunk_buffers(shape, strategy, element_bytes),
-            execution.prefill_chunk_tokens(device.asynchronous),
+            execution.prefill_chunk_tokens(device.asynchronous, strategy.target.grouped_experts),
+            device.grouped_experts,
+            strategy.target.copies_experts * expert_copy(shape, element_bytes),
         ),
         decode_workspace=decode_workspace(shape, batch, strategy.max_queries, splits, element_bytes),
         libraries=device.asynchronous * streams * execution.CUBLAS_WORKSPACE_BYTES,

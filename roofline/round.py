@@ -35,6 +35,7 @@ from ridgeplan.roofline.execution import (
     library_rows,
     mean_quantized_tokens,
     mean_splits,
+    prefill_chunk_tokens,
     round_shape,
 )
 from ridgeplan.roofline.host_link import HostLink, small_kernel_seconds
@@ -457,7 +458,9 @@ def prefill_rates(
     rates = {"linear": linear, "grouped_linear": linear}
     attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks.count
     if machine.engine is None:
+        rows = _expert_rows(shape, machine, strategy)
         share = where(machine.asynchronous, strategy.target.experts_share, 1)
+        share = share * rows / (rows + strategy.target.expert_extra_rows)
         experts = replace(linear, compute_utilization=linear.compute_utilization * share)
         rates["grouped_linear"] = _at_least(PROMPT_EXPERTS_SPREAD, experts)
         attention = _at_least(UNTIMED_PROMPT_SPREAD, attention) if shape.is_mla else attention
@@ -466,6 +469,13 @@ def prefill_rates(
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
     unmeasured = replace(rates["elementwise"], spread=TORCH_SPREAD)
     return rates | dict.fromkeys(IN_TORCH, unmeasured)
+
+
+def _expert_rows(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Rows of each expert, on average, in a piece of a prompt; 1 without experts."""
+    most = prefill_chunk_tokens(machine.asynchronous, strategy.target.grouped_experts)
+    tokens = minimum(strategy.prompt_chunks.tokens, most)
+    return tokens * shape.experts_per_token / shape.experts if shape.is_moe else 1
 
 
 def _at_least(spread: float, rates: RateTerms) -> RateTerms:

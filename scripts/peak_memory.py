@@ -176,8 +176,9 @@ def _free_everything(device: torch.device) -> None:
 def device_like(device: torch.device) -> Device:
     """What memory depends on of this device."""
     if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        return Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
+        properties = torch.cuda.get_device_properties(device)
+        grouped = int(properties.major == 9)
+        return Device(0, element_bytes=2, num_sms=properties.multi_processor_count, grouped_experts=grouped)
     return Device(memory_bytes=0, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.experts import supports_grouped
 from ridgeplan.roofline.execution import prefill_chunk_tokens, prompt_chunks
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.kv.cache import Cache
@@ -106,7 +107,8 @@ def prefill_all(
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
-    chunk_tokens = chunk_tokens or int(prefill_chunk_tokens(prompt.is_cuda))
+    grouped = decoder.config.shape.is_moe and supports_grouped(weights.embedding)
+    chunk_tokens = chunk_tokens or int(prefill_chunk_tokens(prompt.is_cuda, grouped))
     bounds = chunk_bounds(len(prompt), evict_every or len(prompt))
     whole = len(bounds) == 2
     assert whole or len(destinations) == 1, "later chunks read what one destination keeps of earlier ones"

@@ -13,7 +13,14 @@ from ridgeplan.roofline.evaluate import evaluate, prefill_seconds
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Device, Machine
-from ridgeplan.roofline.memory import full_kv, offload_layers, offload_thresholds, resident_memory, swapped_bytes
+from ridgeplan.roofline.memory import (
+    full_kv,
+    offload_layers,
+    offload_thresholds,
+    prompt_buffers,
+    resident_memory,
+    swapped_bytes,
+)
 from ridgeplan.roofline.plan.plan import HostPart, KVCache, KVFormat, Placement, Plan, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import round_at, round_rates
@@ -85,6 +92,36 @@ def test_prompts_multiply_by_a_dense_copy_of_4_bit_weights_on_a_gpu(shape, machi
     assert on_cpu.prefill_workspace == dense_on_cpu.prefill_workspace
     assert on_cpu.prefill_workspace < dense.prefill_workspace  # chunks of fewer tokens
     assert on_cpu.libraries == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "copied"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "int8-weights", 128 * 2 * 768 * 2048 * 2),
+        ("Qwen/Qwen3-30B-A3B", "autoregressive", 0),
+        ("openai/gpt-oss-20b", "autoregressive", 32 * 2 * 2880 * 2880 * 2),  # in MXFP4 as they are stored
+    ],
+)
+def test_grouped_products_of_experts_hold_sorted_rows_and_dense_copies(machine, model, name, copied):
+    """Of each expert of 4096 tokens, beside its activation and output: input, gates and ups, or its output twice."""
+    shape = load_shape(model)
+    per_token, width = {2048: (8, 768), 2880: (4, 2880)}[shape.hidden]
+    sizes = [
+        resident_memory(shape, each, strategy(name, each, shape, 4096)).prefill_workspace
+        for each in (replace(machine, grouped_experts=0), machine)
+    ]
+    assert sizes[1] - sizes[0] == 4096 * per_token * max(2 * width, shape.hidden) * 2 + copied
+
+
+def test_grouped_products_take_up_to_8192_tokens_at_once(machine):
+    """Beside the prompt's buffers nothing grows from there on."""
+    shape = load_shape("Qwen/Qwen3-30B-A3B")
+    pieces = [
+        resident_memory(shape, machine, strategy("autoregressive", machine, shape, tokens)).prefill_workspace
+        - sum(prompt_buffers(shape, tokens, 2))
+        for tokens in (4096, 8192, 16384)
+    ]
+    assert 2 * pieces[0] == pieces[1] == pieces[2]
 
 
 def test_partials_are_those_of_the_splits_that_the_device_chooses(shape, machine):

@@ -14,6 +14,8 @@ from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import (
     CUDA_FUSED_SWIGLU_ROWS,
+    GROUPED_EXTRA_ROWS,
+    GROUPED_MXFP4_EXTRA_ROWS,
     PROMPT_EXPERTS_SHARE,
     PROMPT_EXPERTS_SPREAD,
     PROMPT_MXFP4_SHARE,
@@ -462,18 +464,22 @@ def test_a_retrieval_head_projects_once_for_all_queries_of_a_verification(ideal)
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "share"),
+    ("model", "name", "share", "rows", "extra"),
     [
-        ("Qwen/Qwen3-30B-A3B", "autoregressive", PROMPT_EXPERTS_SHARE[16]),
-        ("Qwen/Qwen3-30B-A3B", "int8-weights", PROMPT_EXPERTS_SHARE[8]),
-        ("Qwen/Qwen3-30B-A3B", "int4-weights", PROMPT_EXPERTS_SHARE[4]),
-        ("openai/gpt-oss-20b", "int8-weights", PROMPT_MXFP4_SHARE),
+        ("Qwen/Qwen3-30B-A3B", "autoregressive", PROMPT_EXPERTS_SHARE[16], 512, GROUPED_EXTRA_ROWS[16]),
+        ("Qwen/Qwen3-30B-A3B", "int8-weights", PROMPT_EXPERTS_SHARE[8], 512, GROUPED_EXTRA_ROWS[8]),
+        ("Qwen/Qwen3-30B-A3B", "int4-weights", PROMPT_EXPERTS_SHARE[4], 512, GROUPED_EXTRA_ROWS[4]),
+        ("openai/gpt-oss-20b", "int8-weights", PROMPT_MXFP4_SHARE, 1024, GROUPED_MXFP4_EXTRA_ROWS),
     ],
 )
-def test_experts_of_prompts_reach_a_share_of_the_dense_library(ideal, model, name, share):
-    """On a GPU, where Triton's kernel serves them; a CPU multiplies by each expert as by any matrix."""
+def test_experts_of_prompts_reach_a_share_of_the_dense_library(ideal, model, name, share, rows, extra):
+    """In Triton; in grouped products on Hopper by the rows of an expert among 8192, 8 of 128 or 4 of 32 of a token's.
+
+    A CPU multiplies by each expert as by any matrix.
+    """
     shape, plan = load_shape(model), preset(name, Workload(model, "h200", 8192))
-    for machine, expected in ((ideal, share), (replace(ideal, asynchronous=0), 1)):
+    hopper, cpu = replace(ideal, grouped_experts=1), replace(ideal, asynchronous=0)
+    for machine, expected in ((ideal, share), (hopper, rows / (rows + extra)), (cpu, 1)):
         rates = prefill_rates(shape, machine, strategy_of(plan, shape, machine, 1.0))
         experts, dense = rates["grouped_linear"], rates["linear"]
         assert experts.compute_utilization == pytest.approx(expected * dense.compute_utilization)
