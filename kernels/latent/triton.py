@@ -316,7 +316,7 @@ def latent_attention_triton(inputs: LatentInputs) -> Tensor:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have; the interpreter has no limit."""
+    """Shared memory that a program may have: an SM's, less what the driver reserves. The interpreter has no limit."""
     if device.type == "cpu":
         return 1 << 31
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
