@@ -161,6 +161,7 @@ class Tally:
 
     rounds: int = 0
     tokens: int = 0  # that were generated
+    rejected: int = 0  # drafts
     near: int = 0
     ties: list[float] = field(default_factory=list)
     unstable: list[list[float]] = field(default_factory=list)
@@ -170,6 +171,7 @@ class Tally:
     def add(self, statistics: Statistics) -> None:
         """The rounds of a generation."""
         self.rounds += statistics.rounds
+        self.rejected += statistics.num_draft_tokens_verified - statistics.accepted
         self.by_drafts.update(dict(enumerate(statistics.rounds_at)))
 
     def compare(self, engine: Engine, prompts: Sequence[list[int]], generated: Sequence[list[int]]) -> None:
@@ -200,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter-head", default="")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--cases", choices=("drafters", CODES), default="drafters")
-    parser.add_argument("--only", help="of the cases this one alone")
+    parser.add_argument("--only", choices=(*CODE_CASES, SUFFIX, HEAD, CASCADE), help="of the cases this one alone")
     parser.add_argument("--batch", type=int, default=4, help="ragged prompts of a generation")
     parser.add_argument("--rounds", type=int, default=20000, help="of all cases together")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which each case ends")
@@ -208,8 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     names = (SUFFIX, HEAD, CASCADE) if chosen.drafter_head else (SUFFIX, CASCADE)
     cases = CODE_CASES if chosen.cases == CODES else {name: drafter_case(name) for name in names}
-    if chosen.only:
-        cases = {chosen.only: cases[chosen.only]}
+    if chosen.only and chosen.only not in cases:
+        parser.error(f"--only {chosen.only}: allowed with these options: {', '.join(cases)}")
+    cases = {name: case for name, case in cases.items() if chosen.only in (None, name)}
     source, results, failed = embedded_or(chosen.model), {}, False
     dtype, size = getattr(torch, chosen.dtype), chosen.batch
     shared = SharedWeights(source, dtype=dtype)
@@ -248,14 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             on_hopper = dtype == torch.bfloat16 and engine.device.type == "cuda" and has_wgmma(engine.device)
             absent = [kernel for kernel in case.kernels if on_hopper and not calls[kernel]]
             results[name] = {
-                "rounds": tally.rounds, "tokens": tally.tokens, "sets of prompts": number,
+                "rounds": tally.rounds, "tokens": tally.tokens, "rejected drafts": tally.rejected, "sets of prompts": number,
                 "rounds by drafts": {str(drafts): count for drafts, count in sorted((+tally.by_drafts).items())},
                 "tokens that differ": len(tally.differing), "gaps of those": tally.differing,
                 "gaps of ties in a pass of the row alone": tally.unstable,
                 "ties": len(tally.ties), "gaps of ties": tally.ties, "tokens with a second within rounding": tally.near,
                 "kernels called": dict(sorted(calls.items())), "kernels that did not run": absent,
                 "memory growth bytes": held[-1] - held[min(1, number - 1)],
-                "tokens per round": generation.statistics.tokens_per_round, "seconds": time.monotonic() - begin,
+                "seconds": time.monotonic() - begin,
             }  # fmt: skip
         failed |= bool(tally.differing or absent)
         rounding = {"dtype": chosen.dtype, "rounding of the largest logit": ROUNDING[dtype]}

@@ -213,6 +213,7 @@ def _planes_kernel(x, planes, scales, sums, rows, inputs, GROUP: tl.constexpr, C
     at = group * GROUP + tl.arange(0, GROUP)
     values = tl.load(x + row * inputs + at).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0) / 127, 1e-30)
+    scale += tl.sum(values * 0, 0)  # NaN if x has one, which a maximum passes over
     steps = values / scale
     upper = (steps + ROUNDER) - ROUNDER
     lower = ((steps - upper) * 254 + ROUNDER) - ROUNDER

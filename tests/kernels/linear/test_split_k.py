@@ -94,6 +94,16 @@ def test_sums_of_splits_stay_in_float32(monkeypatch: pytest.MonkeyPatch, device:
     assert linear_quantized(x, weight, backend="triton").tolist() == [[4128.0] * 16]
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [2, 17], ids=["integers", "bf16"])
+def test_what_is_not_finite_stays_so(rows: int, number: float, device: str) -> None:
+    x = torch.ones(rows, 256, device=device).bfloat16()
+    x[1, 200] = number
+    y = linear_quantized(x, weight_of(4, 16, 256, 128, device), backend="triton")
+    assert y[0].isfinite().all()
+    assert not y[1].isfinite().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
