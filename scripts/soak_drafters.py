@@ -251,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             on_hopper = dtype == torch.bfloat16 and engine.device.type == "cuda" and has_wgmma(engine.device)
             absent = [kernel for kernel in case.kernels if on_hopper and not calls[kernel]]
             results[name] = {
-                "rounds": tally.rounds, "tokens": tally.tokens, "rejected drafts": tally.rejected, "sets of prompts": number,
+                "rounds": tally.rounds, "tokens": tally.tokens, "rejected drafts": tally.rejected,
+                "sets of prompts": number,
                 "rounds by drafts": {str(drafts): count for drafts, count in sorted((+tally.by_drafts).items())},
                 "tokens that differ": len(tally.differing), "gaps of those": tally.differing,
                 "gaps of ties in a pass of the row alone": tally.unstable,
