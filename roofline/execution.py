@@ -24,7 +24,6 @@ PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 # Kernels that a GPU's host launches for a dense layer of a prompt, and how many more where weights are codes, of which
 # each product copies its own, and where KV becomes codes.
 LAYER_LAUNCHES, WEIGHT_COPY_LAUNCHES, KV_CODE_LAUNCHES = 14, 4, 2
-STATE_PIECE_TOKENS = 512  # of a prompt that go through a recurrent state together, in float32
 
 # cuDNN plans its attention anew for every length of a prompt, 62 ms each on an H200. Prompts from PADDED_PROMPT_TOKENS
 # on attend at the next multiple of PROMPT_STEP_TOKENS, so that few lengths are ever planned: with the layers of an 8B

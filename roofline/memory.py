@@ -305,6 +305,7 @@ def prefill_workspace(
     chunk_tokens: Term = execution.PREFILL_CHUNK_TOKENS,
     grouped: int = 0,
     expert_copy_bytes: Term = 0,
+    asynchronous: Term = 1,
 ) -> Term:
     """Workspace of layer-major prefill, one sequence at a time, of which `tokens` go through the layers together.
 
@@ -312,7 +313,7 @@ def prefill_workspace(
     activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
     copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
     chunk_tokens: most tokens that are projected together. grouped: as of a `Device`. expert_copy_bytes: `expert_copy`
-    if there is one.
+    if there is one. asynchronous: 1 on a GPU, 0 on a CPU.
     """
     chunk = minimum(tokens, chunk_tokens)
     kv_width = _widest_kv(shape)
@@ -332,24 +333,28 @@ def prefill_workspace(
     heads_tokens = minimum(maximum(attending, execution.PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads * element_bytes
     if shape.states:
-        activated = maximum(activated, _recurring_bytes(shape, tokens, element_bytes))
+        activated = maximum(activated, _recurring_bytes(shape, chunk, element_bytes, asynchronous))
     buffers = prompt_buffers(shape, tokens, element_bytes) if buffers is None else buffers
     allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)
     return allocated + maximum(maximum(projected, activated), maximum(attended, scored_bytes))
 
 
-def _recurring_bytes(shape: ModelShape, tokens: Term, element_bytes: Term) -> Term:
-    """What a piece of a prompt takes in a layer with a recurrent state, in the chunked form and float32.
+def _recurring_bytes(shape: ModelShape, chunk: Term, element_bytes: Term, asynchronous: Term) -> Term:
+    """What a chunk of a prompt takes in a layer with a recurrent state: projections, outputs and the chunked form.
 
-    By head and token: queries, keys and values twice, the triangular system's right side and its solution, queries and
-    keys with their decays, the output, and three rows of products within a chunk.
+    A GPU's kernels keep, by token, what the convolution returns, and by value head both factors, scores, a row of the
+    triangular system and three scales. Torch takes, by head and token and in float32: queries, keys and values twice,
+    the system's right side and its solution, queries and keys with their decays, the output, and three rows of
+    products within a chunk.
     """
-    piece = minimum(tokens, execution.STATE_PIECE_TOKENS)
     worst: Term = 0
     for state, _ in shape.states:
+        factors = state.channels + state.value_heads * (state.key_dim + state.value_dim + ops.CHUNK_TOKENS)
+        in_kernels = factors * element_bytes + 4 * state.value_heads * (ops.CHUNK_TOKENS + 3)
         by_head = 8 * state.key_dim + 5 * state.value_dim + 3 * ops.CHUNK_TOKENS
-        projected = (shape.hidden + state.in_width + 2 * state.channels) * element_bytes
-        worst = maximum(worst, piece * (4 * state.value_heads * by_head + projected))
+        in_torch = 4 * state.value_heads * by_head + 2 * state.channels * element_bytes
+        projected = (shape.hidden + state.in_width + state.value_width) * element_bytes
+        worst = maximum(worst, chunk * (projected + where(asynchronous, in_kernels, in_torch)))
     return worst
 
 
@@ -555,6 +560,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             execution.prefill_chunk_tokens(device.asynchronous, strategy.target.grouped_experts),
             device.grouped_experts,
             strategy.target.copies_experts * expert_copy(shape, element_bytes),
+            device.asynchronous,
         ),
         decode_workspace=decode_workspace(shape, batch, strategy.max_queries, splits, element_bytes),
         libraries=device.asynchronous * streams * execution.CUBLAS_WORKSPACE_BYTES,

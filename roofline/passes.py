@@ -19,8 +19,10 @@ WINDOWED_ATTENTION = "attention (window)"  # `Op.name` of attention in layers wi
 MIXER_PRODUCTS = ("qkv projection", "output projection", "state projections", "state output")  # in attention's bits
 # `Op.name` of what the runtime computes in plain torch (`roofline/torch_prompts.py`).
 STATES_IN_TORCH, SOFTMAX_IN_TORCH = "state chunks (torch)", "prefill attention (torch)"
+STATES_IN_KERNELS = "state chunks (kernels)"  # with the convolution, in place of torch on a GPU
 SINKS_IN_FLASH = "prefill attention (sinks)"  # in place of a faster library's, which takes no sinks
-NAMED_RATES = (WINDOWED_ATTENTION, STATES_IN_TORCH, SOFTMAX_IN_TORCH, SINKS_IN_FLASH)  # found by their names
+# Found by their names.
+NAMED_RATES = (WINDOWED_ATTENTION, STATES_IN_TORCH, STATES_IN_KERNELS, SOFTMAX_IN_TORCH, SINKS_IN_FLASH)
 MANY_CHANNELS = "linear, many channels"  # `Op.rate_kind` of such products
 
 

@@ -55,7 +55,7 @@ from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers, final
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.passes import MANY_CHANNELS, SINKS_IN_FLASH, WINDOWED_ATTENTION, Op, PassTerms, decode_pass
 from ridgeplan.roofline.strategy import PassStrategy, Strategy
-from ridgeplan.roofline.torch_prompts import IN_TORCH, TORCH_SPREAD
+from ridgeplan.roofline.torch_prompts import rates_as_executed
 
 # Of the time that single tokens, which lie apart, cost attention beyond a stream of the same bytes, pages of them save
 # this share but for their first tokens. On an H200 attention to pages of 16 takes 0.47 to 0.61 of that to single ones.
@@ -467,8 +467,7 @@ def prefill_rates(
     rates["prefill_attention"] = _partly_flash(attention, (chunks - 1) / chunks)  # all but the first see earlier tokens
     rates[SINKS_IN_FLASH] = _partly_flash(attention, 1)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
-    unmeasured = replace(rates["elementwise"], spread=TORCH_SPREAD)
-    return rates | dict.fromkeys(IN_TORCH, unmeasured)
+    return rates | rates_as_executed(rates["elementwise"], attention)
 
 
 def _expert_rows(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:

@@ -1,6 +1,6 @@
-"""Parts of prompts that the runtime computes in plain torch: recurrent states, and softmaxes with soft caps.
+"""Parts of prompts that the runtime computes in plain torch: softmaxes with soft caps, and others on a CPU only.
 
-Softmaxes with sinks are in plain torch on a CPU only: FlashAttention serves them on a GPU.
+These are recurrent states, which have kernels on a GPU, and softmaxes with sinks, which FlashAttention serves there.
 
 Launches and bytes are those of torch's operations, each of which reads its operands and writes its output; tests count
 them. Products are in float32, and their arithmetic takes less time than their bytes. None of this was timed on a GPU.
@@ -16,11 +16,13 @@ from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, Attention, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
+from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.roofline.ops import CHUNK_TOKENS
-from ridgeplan.roofline.passes import SINKS_IN_FLASH, SOFTMAX_IN_TORCH, STATES_IN_TORCH, Op
+from ridgeplan.roofline.passes import SINKS_IN_FLASH, SOFTMAX_IN_TORCH, STATES_IN_KERNELS, STATES_IN_TORCH, Op
 
 FLOAT_BYTES = 4
-IN_TORCH = STATES_IN_TORCH, SOFTMAX_IN_TORCH
+# States' kernels move the bytes of `ops.state_chunks` at this share of the rate of elementwise kernels.
+PROMPT_STATES_SHARE, STATES_SPREAD = 0.27, 0.5
 TORCH_SPREAD = 2.0  # a prompt's time may be three times as long, or a third
 OTHER_SOFTMAX = SINKS, SOFT_CAP = "attention sinks", "attention soft cap"
 STATES, ATTENTION = ("short convolution", "state chunks"), ("prefill attention", "prefill attention (window)")
@@ -46,18 +48,28 @@ def as_executed(
     sizes, in_flash = (tokens, held, element_bytes), 0 if SOFT_CAP in traits else asynchronous
     libraries = [op for op in ops if op.name in ATTENTION] if traits else []
     in_torch = [softmax_in_torch(shape, *each, *sizes) for each in shape.attentions] if traits else []
+    chunked = [op for op in ops if op.name == STATES[1] and states]  # which include the convolution on a GPU
     replaced = {*(STATES if states else ()), *(op.name for op in libraries)}
     return (
         *(op for op in ops if op.name not in replaced),
-        *(states_in_torch(state, layers, tokens) for state, layers in states),
+        *(states_in_torch(state, layers * (1 - asynchronous), tokens) for state, layers in states),
+        *(replace(op, name=STATES_IN_KERNELS, launches=op.launches * asynchronous) for op in chunked),
         *(replace(op, name=SINKS_IN_FLASH, launches=op.launches * in_flash) for op in libraries),
         *(replace(op, launches=op.launches * (1 - in_flash)) for op in in_torch),
     )
 
 
+def rates_as_executed(elementwise: RateTerms, attention: RateTerms) -> dict[str, RateTerms]:
+    """Rates of what runs in place of libraries' operations, by name; elementwise, attention: those of prompts."""
+    bandwidth, compute = PROMPT_STATES_SHARE * elementwise.bandwidth_utilization, attention.compute_utilization
+    states = replace(elementwise, bandwidth_utilization=bandwidth, compute_utilization=compute, spread=STATES_SPREAD)
+    in_torch = replace(elementwise, spread=TORCH_SPREAD)
+    return {STATES_IN_TORCH: in_torch, SOFTMAX_IN_TORCH: in_torch, STATES_IN_KERNELS: states}
+
+
 def states_in_torch(state: State, layers: Term, tokens: Term) -> Op:
     """`kernels.state.reference.delta_chunks` over a prompt in pieces: 16-bit inputs, and float32 otherwise."""
-    pieces, chunks = maximum(tokens / execution.STATE_PIECE_TOKENS, 1), tokens / CHUNK_TOKENS
+    pieces, chunks = maximum(tokens / execution.CPU_PREFILL_CHUNK_TOKENS, 1), tokens / CHUNK_TOKENS
     by_head = 33 * state.key_dim + 15 * state.value_dim + 22 * CHUNK_TOKENS
     elements = 36 * state.channels + state.value_heads * by_head
     moved = FLOAT_BYTES * (tokens * elements + 6 * chunks * state.elements)

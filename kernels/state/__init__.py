@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.state.reference import delta_step_reference, gated_rms_norm_reference
+from ridgeplan.kernels.state.reference import delta_chunks_reference, delta_step_reference, gated_rms_norm_reference
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, State
 from ridgeplan.roofline.cost import Cost
@@ -86,9 +86,18 @@ def delta_step(
 
 
 def _check(projected: Tensor, rows: StateRows, positions: Tensor, vectors: DeltaVectors) -> None:
-    batch, tokens, width = projected.shape
-    _, value_heads, key_dim, value_dim = rows.state.shape
-    channels, taps = vectors.taps.shape
+    (batch, tokens, _), taps = projected.shape, vectors.taps.shape[1]
+    _check_inputs(projected, rows.ring, rows.state, vectors)
+    if rows.ring.shape[1] < state_ring_rows(taps, tokens):
+        raise ValueError(f"the ring has {rows.ring.shape[1]} rows; allowed: {state_ring_rows(taps, tokens)} or more")
+    if positions.shape != (batch, tokens) or len(rows.committed) != batch or len(rows.accepted) != batch:
+        raise ValueError(f"positions are {list(positions.shape)}; allowed: {[batch, tokens]}, as many rows as states")
+
+
+def _check_inputs(projected: Tensor, kept: Tensor, state: Tensor, vectors: DeltaVectors) -> None:
+    """Of the width of new inputs, of those kept of earlier tokens, and of the layer's sizes."""
+    value_heads, key_dim, value_dim = state.shape[-3:]
+    (channels, taps), width = vectors.taps.shape, projected.shape[-1]
     expected = 2 * vectors.key_heads * key_dim + value_heads * value_dim
     if channels != expected or value_heads % vectors.key_heads:
         raise ValueError(
@@ -97,23 +106,47 @@ def _check(projected: Tensor, rows: StateRows, positions: Tensor, vectors: Delta
         )
     if taps > MAX_TAPS:
         raise ValueError(f"the convolution has {taps} taps; allowed: up to {MAX_TAPS}")
-    if rows.ring.shape[2] != channels + 2 * value_heads or width < rows.ring.shape[2]:
-        raise ValueError(
-            f"inputs are {width} wide and the ring's {rows.ring.shape[2]}; allowed: {channels + 2 * value_heads}"
-        )
-    if rows.ring.shape[1] < state_ring_rows(taps, tokens):
-        raise ValueError(f"the ring has {rows.ring.shape[1]} rows; allowed: {state_ring_rows(taps, tokens)} or more")
-    if positions.shape != (batch, tokens) or len(rows.committed) != batch or len(rows.accepted) != batch:
-        raise ValueError(f"positions are {list(positions.shape)}; allowed: {[batch, tokens]}, as many rows as states")
+    if kept.shape[-1] != vectors.inputs or width < vectors.inputs:
+        raise ValueError(f"inputs are {width} wide and earlier ones {kept.shape[-1]}; allowed: {vectors.inputs}")
+
+
+def delta_chunks(
+    projected: Tensor, earlier: Tensor, state: Tensor, vectors: DeltaVectors, *, backend: Backend = "auto"
+) -> Tensor:
+    """Outputs [tokens, Hv, V] of a prompt's next tokens, whose state float32 [Hv, K, V] is updated in place.
+
+    projected: [tokens, at least channels + 2 Hv], as for `delta_step`. earlier: [W - 1, channels + 2 Hv], the inputs of
+    the tokens before, zeros ahead of the text. The chunked form (Gated DeltaNet, Yang et al. 2024, section 3.3): with
+    G the running sum of log decays in a chunk and S the state ahead of it, the updates D of its tokens solve
+    (I + A) D = step (V - e^G K S), A[t, i] = step_t e^(G_t - G_i) k_t . k_i for i < t. Raises ValueError when shapes
+    disagree.
+    """
+    _check_inputs(projected, earlier, state, vectors)
+    if len(earlier) != vectors.taps.shape[1] - 1:
+        raise ValueError(f"earlier inputs are of {len(earlier)} tokens; allowed: {vectors.taps.shape[1] - 1}")
+    if not uses_gpu_kernel(backend, projected):
+        return delta_chunks_reference(projected, earlier, state, vectors)
+    from ridgeplan.kernels.state.chunks_triton import delta_chunks_triton
+
+    return delta_chunks_triton(projected, earlier, state, vectors)
+
+
+def delta_chunks_cost(projected: Tensor, state: Tensor, vectors: DeltaVectors) -> Cost:
+    """Cost of `delta_chunks`; its kernels write and read factors by chunk in place of the states that count here."""
+    (heads, key_dim, value_dim), sizes = state.shape, _sizes(state, vectors)
+    return ops.state_chunks(1, len(projected), heads, key_dim, value_dim, sizes, projected.element_size())
+
+
+def _sizes(state: Tensor, vectors: DeltaVectors) -> ops.StateSizes:
+    value_heads, key_dim, value_dim = state.shape[-3:]
+    heads = {"key_heads": vectors.key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
+    return state_sizes(State(rule=DELTA_RULE, conv_width=vectors.taps.shape[1], **heads))
 
 
 def delta_step_cost(projected: Tensor, rows: StateRows, vectors: DeltaVectors, replayed: int, commits: int) -> Cost:
     """Cost of `delta_step` where each row replays `replayed` tokens. commits: 1 if any of them enter the state."""
     batch, tokens, _ = projected.shape
-    _, value_heads, key_dim, value_dim = rows.state.shape
-    heads = {"key_heads": vectors.key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
-    sizes = state_sizes(State(rule=DELTA_RULE, conv_width=vectors.taps.shape[1], **heads))
-    return ops.state_update(batch, tokens, replayed, commits, sizes, projected.element_size())
+    return ops.state_update(batch, tokens, replayed, commits, _sizes(rows.state, vectors), projected.element_size())
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, backend: Backend = "auto") -> Tensor:

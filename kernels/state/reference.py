@@ -89,14 +89,8 @@ def _update(state: Tensor, token: _Inputs) -> tuple[Tensor, Tensor]:
     return state, (state * token.q[..., None]).sum(-2)
 
 
-def delta_chunks(projected: Tensor, earlier: Tensor, state: Tensor, vectors: DeltaVectors) -> Tensor:
-    """Outputs [tokens, Hv, V] of a prompt's next tokens, whose state float32 [Hv, K, V] is updated in place.
-
-    projected: [tokens, at least channels + 2 Hv], as for `delta_step`. earlier: [W - 1, channels + 2 Hv], the inputs of
-    the tokens before, zeros ahead of the text. The chunked form (Gated DeltaNet, Yang et al. 2024, section 3.3): with
-    G the running sum of log decays in a chunk and S the state ahead of it, the updates D of its tokens solve
-    (I + A) D = step (V - e^G K S), A[t, i] = step_t e^(G_t - G_i) k_t . k_i for i < t.
-    """
+def delta_chunks_reference(projected: Tensor, earlier: Tensor, state: Tensor, vectors: DeltaVectors) -> Tensor:
+    """See `ridgeplan.kernels.state.delta_chunks`."""
     tokens, width = len(projected), earlier.shape[1]
     inputs = _inputs(torch.cat([earlier, projected[:, :width]]), vectors, torch.Size((1, *state.shape)))
     padding = -tokens % CHUNK_TOKENS  # with zeros, which neither decay nor update anything

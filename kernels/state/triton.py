@@ -64,11 +64,24 @@ def _input(ring, new, position, first, stride, channel, inside, RING: tl.constex
 
 
 @triton.jit
+def activated(total, element: tl.constexpr):
+    """The SiLU of a convolution's sums, rounded before it and after it."""
+    total = total.to(element).to(tl.float32)
+    return (total * tl.sigmoid(total)).to(element)
+
+
+@triton.jit
+def decay_of(rate, inputs, bias):
+    """Logarithms of decays."""
+    biased = inputs + bias
+    return -rate * tl.where(biased > 20, biased, tl.log(1 + tl.exp(tl.minimum(biased, 20.0))))
+
+
+@triton.jit
 def _convolved(taps, x0, x1, x2, x3, like):
     """The convolution's output after its SiLU, rounded where torch rounds it."""
     total = taps[0] * x0 + taps[1] * x1 + taps[2] * x2 + taps[3] * x3
-    total = total.to(like.dtype.element_ty).to(tl.float32)
-    return (total * tl.sigmoid(total)).to(like.dtype.element_ty).to(tl.float32)
+    return activated(total, like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens", "stride"])
@@ -148,9 +161,7 @@ def _delta_step_kernel(
         v = _convolved(v_taps, v0, v1, v2, v3, ring)
         q = q * (tl.rsqrt(tl.sum(q * q, 0) + eps) * (1 / tl.sqrt(KEY_DIM + 0.0)))
         k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
-        biased = decay + bias
-        softplus = tl.where(biased > 20, biased, tl.log(1 + tl.exp(tl.minimum(biased, 20.0))))
-        current *= tl.exp(-decay_rate * softplus)
+        current *= tl.exp(decay_of(decay_rate, decay, bias))
         strength = tl.sigmoid(step).to(element).to(tl.float32) * STEP_LIMIT
         update = (v - tl.sum(current * k[:, None], 0)) * strength
         current += k[:, None] * update[None, :]

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
 from ridgeplan.kernels.layer import Tables
-from ridgeplan.kernels.state.reference import delta_chunks
+from ridgeplan.kernels.state import delta_chunks
 from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import (
@@ -26,7 +26,6 @@ from ridgeplan.roofline.execution import (
     PADDED_PROMPT_TOKENS,
     PREFILL_ATTENDED_TOKENS,
     PREFILL_CHUNK_TOKENS,
-    STATE_PIECE_TOKENS,
     padded_prompt,
 )
 from ridgeplan.runtime.buffers import Arena
@@ -332,13 +331,11 @@ def recur_layer(
     for chunk in parts.chunks:
         if chunk.start == parts.tokens:
             state = state.clone()
-        for start in range(chunk.start, chunk.stop, STATE_PIECE_TOKENS):
-            piece = slice(start, min(start + STATE_PIECE_TOKENS, chunk.stop))
-            projected = weights.inputs(layer.mixer_norm(hidden[piece], None)[1])
-            mixed = delta_chunks(projected, earlier, state, weights.vectors)
-            out[piece] = weights.gated(mixed, projected).view_as(mixed)
-            joined = torch.cat([earlier, projected[:, : earlier.shape[1]]])
-            earlier = joined[len(joined) - len(earlier) :]
+        projected = weights.inputs(layer.mixer_norm(hidden[chunk], None)[1])
+        mixed = delta_chunks(projected, earlier, state, weights.vectors)
+        out[chunk] = weights.gated(mixed, projected).view_as(mixed)
+        joined = torch.cat([earlier, projected[-len(earlier) :, : earlier.shape[1]]])
+        earlier = joined[len(joined) - len(earlier) :]
         if chunk.stop <= parts.tokens:
             last = earlier
     return out, last

@@ -127,6 +127,16 @@ def delta_step() -> dict[str, Any]:
     return job("state.triton", "_delta_step_kernel", types, constants, WARPS2)
 
 
+def delta_chunks(kernel: str, stages: int = 1) -> dict[str, Any]:
+    types = dict.fromkeys(("projected", "earlier", "taps", "mixed", "steering", "out"), "*bf16")
+    types |= dict.fromkeys(("log_decay", "step_bias", "memory", "state"), "*fp32") | {"eps": "fp32"}
+    types |= dict.fromkeys(("tokens", "stride", "chunks"), "i32") | {"parts": ["*bf16"] * 3 + ["*fp32"] * 3}
+    constants = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "PADDED": 128, "STEP_LIMIT": 1}
+    constants |= {"CHANNELS": 8192, "WIDTH": 8256, "TAPS": 4, "ROWS": 16, "STAGES": stages}
+    constants |= {"BLOCK": 128 if kernel == "_convolution_kernel" else 32}
+    return job("state.chunks_triton", kernel, types, constants, {"num_warps": 4})
+
+
 def gated_norm() -> dict[str, Any]:
     types = dict.fromkeys(("x", "gate", "weight", "out"), "*bf16") | {"eps": "fp32", "heads": "i32", "stride": "i32"}
     constants = {"HEADS": 32, "DIM": 128, "PADDED": 128, "TOGETHER": 4, "PDL": True}
@@ -333,6 +343,9 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     jobs |= {**wide, **({"quantize d512": quantization("bf16", True, 512)} if every else {})}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
+    jobs |= {f"{name} chunks": delta_chunks(f"_{name}_chunks_kernel") for name in ("within", "across")}
+    jobs["convolution of chunks"] = delta_chunks("_convolution_kernel")
+    jobs["across staged chunks of 64 rows"] = delta_chunks("_across_chunks_kernel", stages=3)
     jobs |= {"delta step": delta_step(), "gated norm": gated_norm()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     jobs |= {

@@ -25,7 +25,7 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.kernels.selection.head_scores import head_scores_cost
 from ridgeplan.kernels.sparse_attention import progressive_cost, sparse_attention_cost
 from ridgeplan.kernels.sparse_attention import triton as sparse_kernels
-from ridgeplan.kernels.state import DeltaVectors, StateRows, delta_step_cost, gated_rms_norm_cost
+from ridgeplan.kernels.state import DeltaVectors, StateRows, delta_chunks_cost, delta_step_cost, gated_rms_norm_cost
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
@@ -99,6 +99,10 @@ def stored(codes: QuantizedKV) -> list[Tensor]:
             ("state of drafts", delta_step_cost(bf16(2, 1, 500), STATES, VECTORS, 0, 0), STATE_FLOPS // 8,
              [STATES.state, bf16(2, 3 + 1, 392), VECTORS.taps, VECTORS.log_decay, VECTORS.step_bias],
              [bf16(2, 1, 392), bf16(2, 1, 256)]),
+            # By head and token: three products with the state, those within a chunk, and the triangular system.
+            ("chunks", delta_chunks_cost(bf16(128, 500), STATES.state[0], VECTORS),
+             2 * 128 * 4 * (3 * 32 * 64 + 64 * (2 * 32 + 64) + 64 * (32 + 64 + 64 / 3)),
+             [bf16(128, 392), *[STATES.state[0]] * 2], [bf16(128, 256), *[STATES.state[0]] * 2]),
             ("gated norm", gated_rms_norm_cost(bf16(2, 5, 4, 64)), 4 * 2 * 10 * 256, [*[bf16(2, 5, 256)] * 2, bf16(64)],
              [bf16(2, 5, 256)]),
             ("dense", linear_cost(X, 48, 2), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 48)]),
