@@ -194,6 +194,7 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("rope", kernel_fused.layer, "rope_append"),
         ("swiglu", kernel_fused.layer, "swiglu"),
         ("delta_step", kernel_state.kernels, "delta_step"),
+        ("delta_chunks", kernel_state.kernels, "delta_chunks"),
         ("gated_norm", kernel_state.kernels, "gated_rms_norm"),
         ("sparse_attention", kernel_sparse, "sparse_decode_attention"),
         ("progressive", kernel_sparse, "progressive_attention"),
@@ -350,7 +351,15 @@ def test_a_peer_that_does_not_run_gives_a_note_beside_our_time(bench: Bench) -> 
 
 def test_without_vllm_its_kernels_give_notes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    chosen = "delta_step", "gated_norm", "latent_attention", "experts_dense", "experts_int4", "experts_mxfp4"
+    chosen = (
+        "delta_step",
+        "delta_chunks",
+        "gated_norm",
+        "latent_attention",
+        "experts_dense",
+        "experts_int4",
+        "experts_mxfp4",
+    )
     for case in {case.kernel: case for case in cases_of(bench, TINY, chosen)}.values():
         (name,) = (name for name in case.call.peers if name.startswith("vLLM"))
         _, notes = timed_peers(bench, replace(case.call, peers={name: case.call.peers[name]}))

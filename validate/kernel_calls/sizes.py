@@ -131,7 +131,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class StateSize:
-    """A decode step of a layer with a recurrent state, for `queries` tokens of each of `batch` sequences."""
+    """A layer with a recurrent state: `queries` new tokens of each of `batch` sequences, or of one prompt."""
 
     key_heads: int
     value_heads: int
@@ -209,7 +209,7 @@ SIZES: Mapping[str, Any] = {
     "quantize": QuantizeSize,
     "flush": FlushSize,
     **dict.fromkeys(("norm", "rope", "swiglu"), LayerSize),
-    **dict.fromkeys(("delta_step", "gated_norm"), StateSize),
+    **dict.fromkeys(("delta_step", "delta_chunks", "gated_norm"), StateSize),
     **dict.fromkeys(("rejection_sample", "draw"), SamplingSize),
     **dict.fromkeys(("two_bit", "page_scores", "top_k", "sparse_attention", "progressive", "scores"), SparseSize),
     **dict.fromkeys(("host_copy", "host_store", "host_gather", "take_slots"), ResidencySize),

@@ -1,8 +1,9 @@
-"""Calls of a state layer's decode step: the gated delta rule with its convolution, and the gated norm."""
+"""Calls of a state layer: the gated delta rule with its convolution, by token and in chunks, and the gated norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ridgeplan.kernels.state import DeltaVectors, StateRows
 from ridgeplan.roofline.execution import state_ring_rows
 from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, Within, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import StateSize
-from ridgeplan.validate.kernel_calls.vllm_peers import delta_rule, prepared
+from ridgeplan.validate.kernel_calls.vllm_peers import chunked_delta_rule, delta_rule, prepared
 from ridgeplan.validate.kernel_calls.vllm_peers import gated_norm as vllm_norm
 from ridgeplan.validate.timing import Bench, KernelCall
 
@@ -33,16 +34,20 @@ class _Step(NamedTuple):
     def widened(self) -> _Step:
         """Float32 copies, which a reference may change."""
         state, ring, *lengths = self.rows
-        vectors = DeltaVectors(self.vectors.taps.float(), *list(vars(self.vectors).values())[1:])
+        vectors = replace(self.vectors, taps=self.vectors.taps.float())
         return _Step(self.projected.float(), StateRows(state.clone(), ring.float(), *lengths), self.positions, vectors)
+
+
+def _vectors(bench: Bench, size: StateSize) -> DeltaVectors:
+    channels = 2 * size.key_heads * size.key_dim + size.value_heads * size.value_dim
+    by_head = torch.zeros(size.value_heads, device=bench.device)
+    return DeltaVectors(0.3 * fresh(bench, channels, TAPS), by_head, by_head, size.key_heads, size.key_dim)
 
 
 def delta_step_call(bench: Bench, size: StateSize) -> KernelCall:
     """The update of each sequence's state for `queries` new tokens, as many replayed ones entering the state."""
-    channels = 2 * size.key_heads * size.key_dim + size.value_heads * size.value_dim
-    width, here = channels + 2 * size.value_heads, partial(torch.zeros, device=bench.device)
-    by_head = here(size.value_heads)
-    vectors = DeltaVectors(0.3 * fresh(bench, channels, TAPS), by_head, by_head, size.key_heads, size.key_dim)
+    vectors, here = _vectors(bench, size), partial(torch.zeros, device=bench.device)
+    width = vectors.inputs
     committed = here(size.batch, dtype=torch.int32) + 64
     places = committed[:, None].long() + size.queries + torch.arange(size.queries, device=bench.device)
     sizes = size.batch, size.value_heads, size.key_dim, size.value_dim
@@ -75,6 +80,25 @@ def delta_step_call(bench: Bench, size: StateSize) -> KernelCall:
     )
 
 
+def delta_chunks_call(bench: Bench, size: StateSize) -> KernelCall:
+    """The rule over `queries` tokens of a prompt, whose state every call carries on."""
+    vectors = _vectors(bench, size)
+    projected, earlier = (fresh(bench, tokens, vectors.inputs) for tokens in (size.queries, TAPS - 1))
+    state = 0.1 * torch.randn(vectors.state_sizes, device=bench.device)
+
+    def error() -> float:
+        widened = projected.float(), earlier.float(), state.clone(), replace(vectors, taps=vectors.taps.float())
+        exact = kernels.delta_chunks(*widened, backend="reference")
+        return relative_error(kernels.delta_chunks(projected, earlier, state.clone(), vectors), exact)
+
+    def call(_: int) -> Tensor:
+        return kernels.delta_chunks(projected, earlier, state, vectors)
+
+    cost = kernels.delta_chunks_cost(projected, state, vectors)
+    peers = {"vLLM, without convolution": prepared(chunked_delta_rule, bench, size)}
+    return KernelCall("elementwise", size.name, cost, call, rows=size.queries, error=error, peers=peers)
+
+
 def gated_norm_call(bench: Bench, size: StateSize) -> KernelCall:
     """The norm of each head's output, times the activated gate."""
     rows = size.batch * size.queries
@@ -103,6 +127,11 @@ def gated_norm_call(bench: Bench, size: StateSize) -> KernelCall:
 def delta_step_cases(bench: Bench, sizes: Iterable[StateSize]) -> Iterator[BenchCase]:
     """The gated delta rule over the states of a batch."""
     return (BenchCase("delta_step", delta_step_call(bench, size), RoofShare(0.5)) for size in sizes)
+
+
+def delta_chunks_cases(bench: Bench, sizes: Iterable[StateSize]) -> Iterator[BenchCase]:
+    """The gated delta rule over a chunk of a prompt."""
+    return (BenchCase("delta_chunks", delta_chunks_call(bench, size), RoofShare(0.4)) for size in sizes)
 
 
 def gated_norm_cases(bench: Bench, sizes: Iterable[StateSize]) -> Iterator[BenchCase]:

@@ -95,6 +95,18 @@ def delta_rule(bench: Bench, size: StateSize) -> Call:
     )
 
 
+def chunked_delta_rule(bench: Bench, size: StateSize) -> Call:
+    """fla's gated delta rule in chunks as vLLM runs prompts through it, without convolution, decays and step sizes."""
+    rule = import_module(f"{LAYERS}.fla.ops.chunk").chunk_gated_delta_rule
+    q, k = (fresh(bench, 1, size.queries, size.key_heads, size.key_dim) for _ in "qk")
+    v = fresh(bench, 1, size.queries, size.value_heads, size.value_dim)
+    state = torch.zeros(1, size.value_heads, size.value_dim, size.key_dim, device=bench.device)
+    bounds = torch.tensor([0, size.queries], dtype=torch.int32, device=bench.device)
+    options = {"initial_state": state, "output_final_state": True, "cu_seqlens": bounds}
+    decays, steps = -v[..., 0].float().abs(), v[..., 1].sigmoid()
+    return lambda _: rule(q, k, v, decays, steps, use_qk_l2norm_in_kernel=True, **options)
+
+
 def flash_mla(q: Tensor, rows: Tensor, latent: int, scale: float) -> Call:
     """FlashMLA of q [batch, queries, heads, row] over rows [variants, batch, tokens, row], in whole pages."""
     ops = import_module("vllm.v1.attention.ops.flashmla")
