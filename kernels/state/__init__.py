@@ -133,8 +133,7 @@ def delta_chunks(
 
 def delta_chunks_cost(projected: Tensor, state: Tensor, vectors: DeltaVectors) -> Cost:
     """Cost of `delta_chunks`; its kernels write and read factors by chunk in place of the states that count here."""
-    (heads, key_dim, value_dim), sizes = state.shape, _sizes(state, vectors)
-    return ops.state_chunks(1, len(projected), heads, key_dim, value_dim, sizes, projected.element_size())
+    return ops.state_chunks(1, len(projected), *vectors.state_sizes, _sizes(state, vectors), projected.element_size())
 
 
 def _sizes(state: Tensor, vectors: DeltaVectors) -> ops.StateSizes:

@@ -50,8 +50,7 @@ def _convolution_kernel(
         inputs = tl.load(new, inside & (place >= 0) & (place < tokens), 0.0) + tl.load(old, inside & (place < 0), 0.0)
         tap = tl.load(taps + channel * TAPS + (TAPS - 1 - lag), channel < CHANNELS, 0.0)
         total += inputs.to(tl.float32) * tap.to(tl.float32)[None, :]
-    place = mixed + first * CHANNELS + row * CHANNELS + channel[None, :]
-    tl.store(place, activated(total, projected.dtype.element_ty), inside)
+    tl.store(mixed + (first + row) * CHANNELS + channel[None, :], activated(total, projected.dtype.element_ty), inside)
 
 
 @triton.jit
