@@ -19,6 +19,7 @@ MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core til
 # Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention for as many KV
 # heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
+MAX_STATE_WIDTH = 128  # of heads whose prompts take a GPU's kernels; wider ones were not run there, and stay in torch
 CPU_PREFILL_CHUNK_TOKENS = 512  # the same on a CPU, whose caches hold the activations of so many
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 # Kernels that a GPU's host launches for a dense layer of a prompt, and how many more where weights are codes, of which

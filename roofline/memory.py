@@ -354,7 +354,8 @@ def _recurring_bytes(shape: ModelShape, chunk: Term, element_bytes: Term, asynch
         by_head = 8 * state.key_dim + 5 * state.value_dim + 3 * ops.CHUNK_TOKENS
         in_torch = 4 * state.value_heads * by_head + 2 * state.channels * element_bytes
         projected = (shape.hidden + state.in_width + state.value_width) * element_bytes
-        worst = maximum(worst, chunk * (projected + where(asynchronous, in_kernels, in_torch)))
+        fused = asynchronous * (max(state.key_dim, state.value_dim) <= execution.MAX_STATE_WIDTH)
+        worst = maximum(worst, chunk * (projected + where(fused, in_kernels, in_torch)))
     return worst
 
 

@@ -49,11 +49,12 @@ def as_executed(
     libraries = [op for op in ops if op.name in ATTENTION] if traits else []
     in_torch = [softmax_in_torch(shape, *each, *sizes) for each in shape.attentions] if traits else []
     chunked = [op for op in ops if op.name == STATES[1] and states]  # which include the convolution on a GPU
+    fused = asynchronous * all(max(each.key_dim, each.value_dim) <= execution.MAX_STATE_WIDTH for each, _ in states)
     replaced = {*(STATES if states else ()), *(op.name for op in libraries)}
     return (
         *(op for op in ops if op.name not in replaced),
-        *(states_in_torch(state, layers * (1 - asynchronous), tokens) for state, layers in states),
-        *(replace(op, name=STATES_IN_KERNELS, launches=op.launches * asynchronous) for op in chunked),
+        *(states_in_torch(state, layers * (1 - fused), tokens) for state, layers in states),
+        *(replace(op, name=STATES_IN_KERNELS, launches=op.launches * fused) for op in chunked),
         *(replace(op, name=SINKS_IN_FLASH, launches=op.launches * in_flash) for op in libraries),
         *(replace(op, launches=op.launches * (1 - in_flash)) for op in in_torch),
     )

@@ -16,7 +16,7 @@ from ridgeplan.kernels.state.reference import delta_chunks_reference, delta_step
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, State
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.execution import state_ring_rows
+from ridgeplan.roofline.execution import MAX_STATE_WIDTH, state_ring_rows
 from ridgeplan.roofline.passes import state_sizes
 
 MAX_TAPS = 4  # of the convolution; the Triton kernel holds that many inputs in registers
@@ -118,13 +118,13 @@ def delta_chunks(
     projected: [tokens, at least channels + 2 Hv], as for `delta_step`. earlier: [W - 1, channels + 2 Hv], the inputs of
     the tokens before, zeros ahead of the text. The chunked form (Gated DeltaNet, Yang et al. 2024, section 3.3): with
     G the running sum of log decays in a chunk and S the state ahead of it, the updates D of its tokens solve
-    (I + A) D = step (V - e^G K S), A[t, i] = step_t e^(G_t - G_i) k_t . k_i for i < t. Raises ValueError when shapes
-    disagree.
+    (I + A) D = step (V - e^G K S), A[t, i] = step_t e^(G_t - G_i) k_t . k_i for i < t. Heads of more than
+    MAX_STATE_WIDTH channels are in torch. Raises ValueError when shapes disagree.
     """
     _check_inputs(projected, earlier, state, vectors)
     if len(earlier) != vectors.taps.shape[1] - 1:
         raise ValueError(f"earlier inputs are of {len(earlier)} tokens; allowed: {vectors.taps.shape[1] - 1}")
-    if not uses_gpu_kernel(backend, projected):
+    if not uses_gpu_kernel(backend, projected) or max(state.shape[1:]) > MAX_STATE_WIDTH:
         return delta_chunks_reference(projected, earlier, state, vectors)
     from ridgeplan.kernels.state.chunks_triton import delta_chunks_triton
 

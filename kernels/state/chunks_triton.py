@@ -16,12 +16,13 @@ from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.kernels.state.reference import CHUNK_TOKENS, NORM_EPS
 from ridgeplan.kernels.state.triton import activated, decay_of
 
-BLOCK = 32  # value channels whose state a program carries: 128 programs of 32 heads
 ROWS, CHANNELS = 16, 128  # of a program of the convolution
 # Least width of heads in a product, with zeros behind narrower ones: a warpgroup multiplies 64 rows at once. And most
 # registers of a thread within chunks, with which an SM has three programs.
 MIN_WIDTH, MAX_REGISTERS = 64, 168
-STAGES = 3  # chunks whose factors are in Hopper's shared memory; other GPUs load each chunk's when they need them
+# Value channels whose state a program carries, 128 programs of 32 heads, and chunks whose factors are in Hopper's
+# shared memory: other GPUs load each chunk's when they need them.
+BLOCK, STAGES = 32, 3
 C, SIDE = tl.constexpr(CHUNK_TOKENS), tl.constexpr(16)  # tokens, and those of diagonal blocks of a triangular system
 
 
@@ -44,10 +45,11 @@ def _convolution_kernel(
     inside, total = (channel < CHANNELS)[None, :], tl.zeros([ROWS, BLOCK], tl.float32)
     for lag in tl.static_range(TAPS):
         place = first + row - lag
-        new = projected + first * stride + (row - lag) * stride + channel[None, :]
-        old = earlier + (place + TAPS - 1) * WIDTH + channel[None, :]
-        # Without a branch, so that the loads of all lags are under way together.
-        inputs = tl.load(new, inside & (place >= 0) & (place < tokens), 0.0) + tl.load(old, inside & (place < 0), 0.0)
+        at = projected + first * stride + (row - lag) * stride + channel[None, :]
+        inputs = tl.load(at, inside & (place >= 0) & (place < tokens), 0.0)
+        if first == 0:
+            at = earlier + (place + TAPS - 1) * WIDTH + channel[None, :]
+            inputs += tl.load(at, inside & (place < 0), 0.0)
         tap = tl.load(taps + channel * TAPS + (TAPS - 1 - lag), channel < CHANNELS, 0.0)
         total += inputs.to(tl.float32) * tap.to(tl.float32)[None, :]
     tl.store(mixed + (first + row) * CHANNELS + channel[None, :], activated(total, projected.dtype.element_ty), inside)
@@ -56,8 +58,7 @@ def _convolution_kernel(
 @triton.jit
 def _norms(heads, eps):
     """The factors [C] that make rows [C, channels] unit vectors."""
-    heads = heads.to(tl.float32)
-    return tl.rsqrt(tl.sum(heads * heads, 1) + eps)
+    return tl.rsqrt(tl.sum(heads.to(tl.float32) * heads.to(tl.float32), 1) + eps)
 
 
 @triton.jit
@@ -212,8 +213,7 @@ def delta_chunks_triton(projected: Tensor, earlier: Tensor, state: Tensor, vecto
     gates = projected[:, channels:], vectors.log_decay, vectors.step_bias, mixed, state.new_empty(*rows, CHUNK_TOKENS)
     steps = {"STEP_LIMIT": vectors.step_limit, "maxnreg": MAX_REGISTERS}
     _within_chunks_kernel[value_heads, chunks](*gates, parts, NORM_EPS, tokens, stride, **sizes, **steps)
-    staged = projected.is_cuda and has_wgmma(projected.device) and projected.element_size() == 2 and width <= 128
-    stages, out = STAGES if staged else 1, projected.new_empty(tokens, value_heads, value_dim)
-    grid = triton.cdiv(value_dim, BLOCK), value_heads
+    stages = STAGES if projected.is_cuda and has_wgmma(projected.device) and projected.element_size() == 2 else 1
+    out, grid = projected.new_empty(tokens, value_heads, value_dim), (triton.cdiv(value_dim, BLOCK), value_heads)
     _across_chunks_kernel[grid](mixed, parts, state, out, tokens, chunks, **sizes, BLOCK=BLOCK, STAGES=stages)
     return out

@@ -47,15 +47,14 @@ def _vectors(bench: Bench, size: StateSize) -> DeltaVectors:
 def delta_step_call(bench: Bench, size: StateSize) -> KernelCall:
     """The update of each sequence's state for `queries` new tokens, as many replayed ones entering the state."""
     vectors, here = _vectors(bench, size), partial(torch.zeros, device=bench.device)
-    width = vectors.inputs
     committed = here(size.batch, dtype=torch.int32) + 64
     places = committed[:, None].long() + size.queries + torch.arange(size.queries, device=bench.device)
     sizes = size.batch, size.value_heads, size.key_dim, size.value_dim
 
     def step() -> _Step:
-        ring = fresh(bench, size.batch, state_ring_rows(TAPS, size.queries), width)
+        ring = fresh(bench, size.batch, state_ring_rows(TAPS, size.queries), vectors.inputs)
         rows = StateRows(0.1 * torch.randn(sizes, device=bench.device), ring, committed, committed + size.queries)
-        return _Step(fresh(bench, size.batch, size.queries, width), rows, places, vectors)
+        return _Step(fresh(bench, size.batch, size.queries, vectors.inputs), rows, places, vectors)
 
     state_bytes = 4 * size.batch * size.value_heads * size.key_dim * size.value_dim
     steps = [step() for _ in range(bench.variants(state_bytes))]
