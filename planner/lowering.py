@@ -21,6 +21,8 @@ from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.execution import (
     GROUPED_EXTRA_ROWS,
     GROUPED_MXFP4_EXTRA_ROWS,
+    GROUPED_MXFP4_ROWS,
+    GROUPED_ROWS,
     INTEGER_GROUP,
     PROMPT_EXPERTS_SHARE,
     PROMPT_MXFP4_SHARE,
@@ -337,11 +339,14 @@ def expert_bits(plan: Plan, shape: ModelShape, *, drafting: bool = False) -> int
 def _prompt_experts(plan: Plan, shape: ModelShape, device: Device) -> dict[str, float]:
     """The terms of prompts' routed experts."""
     kept, bits = shape.weight_bits.format == KEPT_FORMAT, plan.weights.target_bits
+    terms: dict[str, float] = {"experts_share": PROMPT_MXFP4_SHARE if kept else PROMPT_EXPERTS_SHARE[bits]}
     if device.grouped_experts and shape.is_moe:
-        extra_rows = GROUPED_MXFP4_EXTRA_ROWS if kept else GROUPED_EXTRA_ROWS[bits]
-        copies = int(kept or bits < FULL_BITS)
-        return {"grouped_experts": 1, "expert_extra_rows": extra_rows, "copies_experts": copies}
-    return {"experts_share": PROMPT_MXFP4_SHARE if kept else PROMPT_EXPERTS_SHARE[bits]}
+        rows, extra = GROUPED_ROWS, GROUPED_EXTRA_ROWS[bits]
+        if kept:
+            rows, extra = GROUPED_MXFP4_ROWS, GROUPED_MXFP4_EXTRA_ROWS
+        terms |= {"grouped_experts": 1, "grouped_rows": rows, "expert_extra_rows": extra}
+        terms["copies_experts"] = int(kept or bits < FULL_BITS)
+    return terms
 
 
 def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:

@@ -19,6 +19,7 @@ MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core til
 # Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention for as many KV
 # heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
+TORCH_STATE_TOKENS = 512  # of a prompt that go through a recurrent state together in torch, in float32
 MAX_STATE_WIDTH = 128  # of heads whose prompts take a GPU's kernels; wider ones were not run there, and stay in torch
 CPU_PREFILL_CHUNK_TOKENS = 512  # the same on a CPU, whose caches hold the activations of so many
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
@@ -39,11 +40,12 @@ HELD_ATTENTION_SHARE = 0.6
 
 # Prompts' routed experts on an H200, against the dense library's rate, with the spread between models. In a library's
 # grouped products (a device's `grouped_experts`) each expert takes the time of so many rows more than it has, by the
-# weights' bits and for MXFP4: the products' last tiles, reading of weights, dense copies of codes, and launches. In
-# Triton, which decodes codes anew for every 64 rows, they reach a share of the rate. Attention over expanded latents
-# was not timed: its spread is half to twice the time.
+# weights' bits and for MXFP4: the products' last tiles, reading of weights, dense copies of codes, and launches. They
+# are faster from so many rows of an expert on. In Triton, which decodes codes anew for every 64 rows, experts reach a
+# share of the rate. Attention over expanded latents was not timed: its spread is half to twice the time.
 GROUPED_EXTRA_ROWS: Mapping[int, int] = MappingProxyType({16: 380, 8: 815, 4: 640})
 GROUPED_MXFP4_EXTRA_ROWS = 690
+GROUPED_ROWS, GROUPED_MXFP4_ROWS = 32, 64
 PROMPT_EXPERTS_SHARE: Mapping[int, float] = MappingProxyType({16: 0.31, 8: 0.087, 4: 0.125})
 PROMPT_MXFP4_SHARE = 0.23
 PROMPT_EXPERTS_SPREAD = 0.3

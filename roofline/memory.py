@@ -294,6 +294,19 @@ def expert_copy(shape: ModelShape, element_bytes: Term) -> Term:
     return minimum(execution.EXPERT_COPY_BYTES, max(sizes) * element_bytes)
 
 
+def prompt_expert_rows(shape: ModelShape, strategy: Strategy, asynchronous: Term) -> Term:
+    """Rows of each routed expert, on average, in a piece of a prompt; 1 without experts."""
+    most = execution.prefill_chunk_tokens(asynchronous, strategy.target.grouped_experts)
+    tokens = minimum(strategy.prompt_chunks.tokens, most)
+    return tokens * shape.experts_per_token / shape.experts if shape.is_moe else 1
+
+
+def _copies_experts(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
+    """1 where a prompt's routed experts are grouped products of dense copies."""
+    rows = prompt_expert_rows(shape, strategy, device.asynchronous)
+    return strategy.target.copies_experts * indicator(strategy.target.grouped_rows, rows)
+
+
 def prefill_workspace(
     shape: ModelShape,
     tokens: Term,
@@ -355,7 +368,8 @@ def _recurring_bytes(shape: ModelShape, chunk: Term, element_bytes: Term, asynch
         in_torch = 4 * state.value_heads * by_head + 2 * state.channels * element_bytes
         projected = (shape.hidden + state.in_width + state.value_width) * element_bytes
         fused = asynchronous * (max(state.key_dim, state.value_dim) <= execution.MAX_STATE_WIDTH)
-        worst = maximum(worst, chunk * (projected + where(fused, in_kernels, in_torch)))
+        recurring = where(fused, chunk * in_kernels, minimum(chunk, execution.TORCH_STATE_TOKENS) * in_torch)
+        worst = maximum(worst, chunk * projected + recurring)
     return worst
 
 
@@ -560,7 +574,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             chunk_buffers(shape, strategy, element_bytes),
             execution.prefill_chunk_tokens(device.asynchronous, strategy.target.grouped_experts),
             device.grouped_experts,
-            strategy.target.copies_experts * expert_copy(shape, element_bytes),
+            _copies_experts(shape, device, strategy) * expert_copy(shape, element_bytes),
             device.asynchronous,
         ),
         decode_workspace=decode_workspace(shape, batch, strategy.max_queries, splits, element_bytes),

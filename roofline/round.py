@@ -35,7 +35,6 @@ from ridgeplan.roofline.execution import (
     library_rows,
     mean_quantized_tokens,
     mean_splits,
-    prefill_chunk_tokens,
     round_shape,
 )
 from ridgeplan.roofline.host_link import HostLink, small_kernel_seconds
@@ -51,7 +50,7 @@ from ridgeplan.roofline.latency import (
     select_rates,
     slower_rates,
 )
-from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers, final_tokens, hides
+from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers, final_tokens, hides, prompt_expert_rows
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.passes import MANY_CHANNELS, SINKS_IN_FLASH, WINDOWED_ATTENTION, Op, PassTerms, decode_pass
 from ridgeplan.roofline.strategy import PassStrategy, Strategy
@@ -458,23 +457,17 @@ def prefill_rates(
     rates = {"linear": linear, "grouped_linear": linear}
     attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks.count
     if machine.engine is None:
-        rows = _expert_rows(shape, machine, strategy)
-        share = where(machine.asynchronous, strategy.target.experts_share, 1)
-        share = share * rows / (rows + strategy.target.expert_extra_rows)
+        rows, target = prompt_expert_rows(shape, strategy, machine.asynchronous), strategy.target
+        grouped = target.grouped_experts * indicator(target.grouped_rows, rows)
+        share = where(grouped, rows / (rows + target.expert_extra_rows), target.experts_share)
+        share = where(machine.asynchronous, share, 1)
         experts = replace(linear, compute_utilization=linear.compute_utilization * share)
         rates["grouped_linear"] = _at_least(PROMPT_EXPERTS_SPREAD, experts)
         attention = _at_least(UNTIMED_PROMPT_SPREAD, attention) if shape.is_mla else attention
     rates["prefill_attention"] = _partly_flash(attention, (chunks - 1) / chunks)  # all but the first see earlier tokens
     rates[SINKS_IN_FLASH] = _partly_flash(attention, 1)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
-    return rates | rates_as_executed(rates["elementwise"], attention)
-
-
-def _expert_rows(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Rows of each expert, on average, in a piece of a prompt; 1 without experts."""
-    most = prefill_chunk_tokens(machine.asynchronous, strategy.target.grouped_experts)
-    tokens = minimum(strategy.prompt_chunks.tokens, most)
-    return tokens * shape.experts_per_token / shape.experts if shape.is_moe else 1
+    return rates | rates_as_executed(rates["elementwise"], attention, machine.asynchronous)
 
 
 def _at_least(spread: float, rates: RateTerms) -> RateTerms:

@@ -58,7 +58,8 @@ class TargetStrategy(PassStrategy):
     selected_before_pass: Term = 0  # the selection is known before the first layer
     shared_across_layers: Term = 0  # all layers attend to the same tokens
     experts_share: Term = 1  # of the dense library's rate that routed experts of prompts reach on a GPU
-    grouped_experts: Term = 0  # prompts' routed experts are grouped products
+    grouped_experts: Term = 0  # prompts' routed experts are grouped products where there are enough rows
+    grouped_rows: Term = 0  # of each expert, from which on they are
     expert_extra_rows: Term = 0  # of each expert, in whose time these take it
     copies_experts: Term = 0  # these take dense copies of codes
     keeps_generated: Term = 0  # selects among the prompt's tokens, and attends to all generated ones

@@ -145,14 +145,16 @@ def routed_mlp(
     down_bias: Tensor | None = None,
     activation: Activation = SWIGLU,
     addend: Tensor | None = None,
+    prompt: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """The weighted sum of each row's experts, plus `addend`: [rows, hidden] in x's dtype, sums in float32.
 
     x: [rows, hidden]; experts, weights: [rows, per_token], as `route` returns them; gate_up: weights of `count` experts
     from hidden to 2 x intermediate, gates first; down: back to hidden; biases: [count, outputs]. Of the weights only
-    those of experts hit are read. Few rows of codes and MXFP4 run in CUDA C++ on Hopper and newer. Raises ValueError
-    for weights that do not fit x or each other.
+    those of experts hit are read. Few rows of codes and MXFP4 run in CUDA C++ on Hopper and newer. prompt: whether
+    these are rows of a prompt, whose products may wait for the device and take dense copies. Raises ValueError for
+    weights that do not fit x or each other.
     """
     hidden = x.shape[1]
     (gate_outputs, inputs), (outputs, middle) = (expert_sizes(weight, count) for weight in (gate_up, down))
@@ -170,7 +172,7 @@ def routed_mlp(
     from ridgeplan.kernels.experts.triton import expert_products_triton, weighted_sum_triton
 
     x, stacks, biases, per_token = x.contiguous(), (gate_up, down), (gate_up_bias, down_bias), experts.shape[1]
-    if backend == "auto" and takes_grouped(x, experts.numel(), count):
+    if prompt and backend == "auto" and takes_grouped(x, gate_up, experts.numel(), count):
         return routed_mlp_grouped(x, experts, weights, stacks, biases, count, activation, addend)
     kernels = find_experts_kernels(x, stacks, per_token, count) if backend == "auto" else None
     if kernels is not None:

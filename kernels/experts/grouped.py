@@ -13,14 +13,14 @@ from torch.nn import functional
 
 from ridgeplan.kernels.experts import Activation, ExpertWeight, expert_sizes, supports_grouped
 from ridgeplan.kernels.experts.triton import activate, dequantize_rows, weighted_sum_triton
-from ridgeplan.roofline.execution import EXPERT_COPY_BYTES
+from ridgeplan.kernels.linear.weights import Mxfp4Weight
+from ridgeplan.roofline.execution import EXPERT_COPY_BYTES, GROUPED_MXFP4_ROWS, GROUPED_ROWS
 
-GROUPED_PAIRS = 32  # of an expert on average, from which on they are faster, but for MXFP4 (from 64 on)
 
-
-def takes_grouped(x: Tensor, pairs: int, count: int) -> bool:
-    """Whether `routed_mlp_grouped` runs for x [rows, hidden]: not in captured graphs, as the host may have to wait."""
-    return supports_grouped(x) and pairs >= GROUPED_PAIRS * count and not torch.cuda.is_current_stream_capturing()
+def takes_grouped(x: Tensor, weight: ExpertWeight, pairs: int, count: int) -> bool:
+    """Whether `routed_mlp_grouped` is faster for a prompt's x [rows, hidden], with so many pairs of `count` experts."""
+    least = GROUPED_MXFP4_ROWS if isinstance(weight, Mxfp4Weight) else GROUPED_ROWS
+    return supports_grouped(x) and pairs >= least * count
 
 
 def routed_mlp_grouped(
@@ -37,6 +37,7 @@ def routed_mlp_grouped(
     gated = x.new_empty(len(ids), expert_sizes(stacks[1], count)[1])
     for at, product in products(x[order // experts.shape[1]], stacks[0]):
         activate(product[None], activation, gated[at], biases[0], ids[at])
+        del product
     pieces = [product for _, product in products(gated, stacks[1])]
     parts = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     if biases[1] is not None:

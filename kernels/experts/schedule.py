@@ -18,7 +18,7 @@ MIN_STAGES = 3  # fewest for which the next block's x waits in shared memory, to
 # Of an SM: most bytes of a stage, unless an item's least tiles take more, and bytes in flight before x has arrived;
 # after it twice as many. By measurement (docs/kernels/experts.md).
 STAGE_BYTES = 36 * 1024
-PAIRS_PER_EXPERT = 16  # with more on average, blocks of 16 pairs read the weights less often; measured up to 5
+PAIRS_PER_EXPERT = 16  # with more on average, blocks of 16 pairs read the weights less often; measured up to 8
 
 
 @dataclass(frozen=True)

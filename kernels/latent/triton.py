@@ -40,13 +40,13 @@ class Tile(NamedTuple):
 
 
 def tile_of(rows: int, token_bytes: int, quantized: bool, shared_bytes: int) -> Tile:
-    """The fastest tile on an H200 that fits `shared_bytes`, for so many query rows of a sequence.
+    """The fastest tile on an H200 whose programs fit an SM's `shared_bytes`, for so many query rows of a sequence.
 
     token_bytes: of a latent and a rotated key. Over codes, which each tile of rows decodes anew, tiles of more than 16
     rows are slower all the same.
     """
     tiles = (*([Tile(32, 64, 3, 1)] if rows > 16 and not quantized else []), Tile(16, 32, 3, 2))
-    fitting = (tile for tile in tiles if tile.tokens * tile.stages * token_bytes <= shared_bytes)
+    fitting = (each for each in tiles if each.tokens * each.stages * each.per_sm * token_bytes <= shared_bytes)
     return next(fitting, Tile(16, 32, 2, 2))
 
 
@@ -316,7 +316,7 @@ def latent_attention_triton(inputs: LatentInputs) -> Tensor:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have: an SM's, less what the driver reserves. The interpreter has no limit."""
+    """An SM's shared memory, less what the driver reserves; the interpreter has no limit."""
     if device.type == "cpu":
         return 1 << 31
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024

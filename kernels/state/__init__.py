@@ -9,6 +9,7 @@ number of drafts, a round thus writes the state once; a snapshot after each draf
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
@@ -16,7 +17,7 @@ from ridgeplan.kernels.state.reference import delta_chunks_reference, delta_step
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, State
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.execution import MAX_STATE_WIDTH, state_ring_rows
+from ridgeplan.roofline.execution import MAX_STATE_WIDTH, TORCH_STATE_TOKENS, state_ring_rows
 from ridgeplan.roofline.passes import state_sizes
 
 MAX_TAPS = 4  # of the convolution; the Triton kernel holds that many inputs in registers
@@ -125,10 +126,22 @@ def delta_chunks(
     if len(earlier) != vectors.taps.shape[1] - 1:
         raise ValueError(f"earlier inputs are of {len(earlier)} tokens; allowed: {vectors.taps.shape[1] - 1}")
     if not uses_gpu_kernel(backend, projected) or max(state.shape[1:]) > MAX_STATE_WIDTH:
-        return delta_chunks_reference(projected, earlier, state, vectors)
+        return _in_pieces(projected, earlier, state, vectors)
     from ridgeplan.kernels.state.chunks_triton import delta_chunks_triton
 
     return delta_chunks_triton(projected, earlier, state, vectors)
+
+
+def _in_pieces(projected: Tensor, earlier: Tensor, state: Tensor, vectors: DeltaVectors) -> Tensor:
+    """The reference in pieces, so that its workspace does not grow with the tokens."""
+    if len(projected) <= TORCH_STATE_TOKENS:
+        return delta_chunks_reference(projected, earlier, state, vectors)
+    taps, outputs = len(earlier), []
+    inputs = torch.cat([earlier, projected[:, : earlier.shape[1]]])
+    for start in range(0, len(projected), TORCH_STATE_TOKENS):
+        piece = projected[start : start + TORCH_STATE_TOKENS]
+        outputs.append(delta_chunks_reference(piece, inputs[start : start + taps], state, vectors))
+    return torch.cat(outputs)
 
 
 def delta_chunks_cost(projected: Tensor, state: Tensor, vectors: DeltaVectors) -> Cost:

@@ -136,18 +136,20 @@ class RoutedMLP:
     shared_gate: Tensor | None = None
     activation: Activation = SWIGLU
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, prompt: bool = False) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.route(rows)
-        return self.weighted_sum(rows, chosen, weights, self._shared(rows)).view(x.shape)
+        return self.weighted_sum(rows, chosen, weights, self._shared(rows), prompt).view(x.shape)
 
-    def weighted_sum(self, rows: Tensor, chosen: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
+    def weighted_sum(
+        self, rows: Tensor, chosen: Tensor, weights: Tensor, addend: Tensor | None = None, prompt: bool = False
+    ) -> Tensor:
         """The experts `chosen` for rows [rows, hidden] by their `weights` [rows, per_token], and `addend`."""
         gate_up, down = self.gate_up, self.down
         if uses_gpu_kernel("auto", rows) and isinstance(gate_up, StackedExperts) and isinstance(down, StackedExperts):
             return routed_mlp(
                 rows, chosen, weights, gate_up.weight, down.weight, len(self.router), gate_up_bias=gate_up.bias,
-                down_bias=down.bias, activation=self.activation, addend=addend,
+                down_bias=down.bias, activation=self.activation, addend=addend, prompt=prompt,
             )  # fmt: skip
         out = torch.zeros_like(rows) if addend is None else addend.clone()
         # A CPU, where reading which experts are hit costs nothing, or a fit, which records each expert's inputs.

@@ -207,14 +207,14 @@ def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)) of x [..., hidden]. gate_up: gate and up projections, stacked in this order.
 
-    activation: as `swiglu` takes it; products only fuse silu.
+    activation: as `swiglu` takes it; products only fuse silu. Called for a prompt's rows it does as for others.
     """
 
     gate_up: Linear
     down: Linear
     activation: str = "silu"
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, prompt: bool = False) -> Tensor:
         if self.activation == "silu":
             return self.down(self.gate_up(x, gated=True))
         return self.down(swiglu(self.gate_up(x), activation=self.activation))

@@ -346,7 +346,7 @@ def finish_layer(layer: LayerWeights, hidden: Tensor, mixed: Tensor, parts: Part
     for chunk in parts.chunks:
         # The mixer's output has no name, so that it is freed before the MLP, whose activations make the peak.
         residual, normed = layer.after_mixer(hidden[chunk], layer.mixer.output(mixed[chunk].flatten(1)))
-        torch.add(residual, layer.after_mlp(normed), out=hidden[chunk])
+        torch.add(residual, layer.after_mlp(normed, prompt=True), out=hidden[chunk])
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,8 +61,8 @@ class PromptPass(Protocol):
 class MLP(Protocol):
     """Weights of a layer's MLP, dense or routed."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., hidden] to [..., hidden]."""
+    def __call__(self, x: Tensor, prompt: bool = False) -> Tensor:
+        """x [..., hidden] to [..., hidden]. prompt: as of `ridgeplan.kernels.experts.routed_mlp`."""
 
     @property
     def projections(self) -> tuple[Linear, ...]:
@@ -206,9 +206,9 @@ class LayerWeights:
         stream = hidden if self.scale == 1 else hidden * self.scale
         return self.mlp_norm(stream, _normed(self.mixer_output_norm, update))
 
-    def after_mlp(self, normed: Tensor) -> Tensor:
-        """The MLP's update of its input."""
-        return _normed(self.mlp_output_norm, self.mlp(normed))
+    def after_mlp(self, normed: Tensor, prompt: bool = False) -> Tensor:
+        """The update of the MLP for its input."""
+        return _normed(self.mlp_output_norm, self.mlp(normed, prompt))
 
 
 def _normed(norm: Norm | None, update: Tensor) -> Tensor:

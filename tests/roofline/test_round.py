@@ -21,6 +21,7 @@ from ridgeplan.roofline.execution import (
     PROMPT_MXFP4_SHARE,
 )
 from ridgeplan.roofline.latency import Machine, RateTerms
+from ridgeplan.roofline.memory import resident_memory
 from ridgeplan.roofline.passes import Op, decode_pass
 from ridgeplan.roofline.plan.plan import Plan, Speculation, Workload
 from ridgeplan.roofline.plan.policies.selections import Quest, ShadowKV
@@ -484,3 +485,17 @@ def test_experts_of_prompts_reach_a_share_of_the_dense_library(ideal, model, nam
         experts, dense = rates["grouped_linear"], rates["linear"]
         assert experts.compute_utilization == pytest.approx(expected * dense.compute_utilization)
         assert experts.spread >= PROMPT_EXPERTS_SPREAD > dense.spread
+
+
+@pytest.mark.parametrize(("context", "grouped"), [(511, False), (512, True)])
+def test_grouped_products_take_32_rows_of_each_expert(ideal, context, grouped):
+    """Of 128 experts, of which a token has 8: shorter prompts run in Triton, and copy nothing."""
+    shape = load_shape("Qwen/Qwen3-30B-A3B")
+    machine = replace(ideal, grouped_experts=1)
+    strategy = strategy_of(preset("int8-weights", Workload(shape.name, "h200", context)), shape, machine, 1.0)
+    rates = prefill_rates(shape, machine, strategy)
+    share = rates["grouped_linear"].compute_utilization / rates["linear"].compute_utilization
+    assert share == pytest.approx(32 / (32 + GROUPED_EXTRA_ROWS[8]) if grouped else PROMPT_EXPERTS_SHARE[8])
+    without = replace(strategy, target=replace(strategy.target, copies_experts=0))
+    memory = [resident_memory(shape, machine, each).prefill_workspace for each in (strategy, without)]
+    assert (memory[0] > memory[1]) == grouped

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ridgeplan.kernels.experts import SWIGLU, Activation, route, routed_mlp, routed_mlp_reference
+from ridgeplan.kernels.experts import SWIGLU, Activation, grouped, route, routed_mlp, routed_mlp_reference
 from ridgeplan.kernels.experts.grouped import routed_mlp_grouped, takes_grouped
 from ridgeplan.kernels.experts.triton import dequantize_rows
 from ridgeplan.roofline.catalog.layers import Routing
@@ -48,22 +48,28 @@ def test_a_copy_begins_at_any_row_of_16(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_captured_passes_of_many_rows_do_not_wait_for_the_device(kind: str) -> None:
-    """A graph cannot hold the wait for the hits; alone, as in prompts, the same call takes grouped products."""
+def test_passes_of_many_rows_can_be_captured_after_a_warm_up(kind: str) -> None:
+    """A graph cannot hold the wait for the hits, nor a kernel's compilation; prompts' calls take grouped products."""
     case, rows = weights_of(kind, "cuda"), 64 * EXPERTS
     x = drawn(rows, HIDDEN).to("cuda", torch.bfloat16)
     chosen, weights = route(drawn(rows, EXPERTS).cuda(), Routing(per_token=2))
     routed = x, chosen, weights, case.gate_up, case.down, EXPERTS
-    eager = routed_mlp(*routed)
+    eager = routed_mlp(*routed, prompt=True)
     torch.testing.assert_close(eager, routed_mlp_grouped(*routed[:3], routed[3:5], (None, None), EXPERTS, SWIGLU, None))
-    routed_mlp(*routed, backend="triton")  # compiles outside the capture
+    routed_mlp(*routed)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert not takes_grouped(x, 2 * rows, EXPERTS)
         captured = routed_mlp(*routed)
     graph.replay()
     assert float((captured - eager).norm() / eager.norm()) < 3 * 2**-8
 
 
-def test_a_cpu_takes_no_grouped_products() -> None:
-    assert not takes_grouped(torch.empty(1, HIDDEN, dtype=torch.bfloat16), 1 << 20, EXPERTS)
+@pytest.mark.parametrize(("kind", "rows"), [("bfloat16", 32), ("int8", 32), ("mxfp4", 64)])
+def test_few_rows_of_each_expert_and_a_cpu_take_no_grouped_products(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.empty(1, HIDDEN, dtype=torch.bfloat16), weights_of(kind, "cpu").gate_up
+    assert not takes_grouped(x, weight, 1 << 20, EXPERTS)
+    monkeypatch.setattr(grouped, "supports_grouped", lambda x: True)
+    taken = [takes_grouped(x, weight, pairs * EXPERTS, EXPERTS) for pairs in (rows - 1, rows)]
+    assert taken == [False, True]

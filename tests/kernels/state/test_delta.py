@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
 
+from ridgeplan.kernels import state as kernels
 from ridgeplan.kernels.state import DeltaVectors, StateRows, delta_chunks, delta_step, gated_rms_norm
 from ridgeplan.roofline.execution import state_ring_rows
 
@@ -138,3 +139,13 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         delta_step(inputs[:, :2, :60], here, positions[:, :2], given)
     with pytest.raises(ValueError, match="earlier inputs are of 2 tokens; allowed: 3"):
         delta_chunks(inputs[0], inputs.new_zeros(2, WIDTH), here.state[0], given)
+
+
+def test_pieces_in_torch_equal_the_whole(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, inputs = vectors(device, torch.float32), texts(1, device, torch.float32)[0]
+    earlier = torch.randn(TAPS - 1, WIDTH, generator=torch.Generator().manual_seed(5)).to(device)
+    whole, pieces = torch.zeros(STATE, device=device), torch.zeros(STATE, device=device)
+    want = delta_chunks(inputs, earlier, whole, given, backend="reference")
+    monkeypatch.setattr(kernels, "TORCH_STATE_TOKENS", len(inputs) // 3)
+    torch.testing.assert_close(delta_chunks(inputs, earlier, pieces, given, backend="reference"), want)
+    torch.testing.assert_close(pieces, whole)
