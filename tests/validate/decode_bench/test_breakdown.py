@@ -42,7 +42,10 @@ from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.random_model import llama_like_shape
 
 KERNELS = Path(__file__).parents[3] / "kernels"
-OUTSIDE_ROUNDS = {"_record_timestamp_kernel", "_dequantize_kernel", "_round_kernel"}  # or between their parts
+OUTSIDE_ROUNDS = {  # or between their parts
+    "_record_timestamp_kernel", "_dequantize_kernel", "_round_kernel", "_convolution_kernel", "_within_chunks_kernel",
+    "_across_chunks_kernel", "_mxfp4_copy_kernel",
+}  # fmt: skip
 LLAMA = load_shape("meta-llama/Llama-3.1-8B")
 
 
