@@ -187,11 +187,11 @@ class Tally:
             self.tokens += len(tokens)
             places = (other & (gaps > within)).nonzero()[:, 0]
             if len(places):
-                alone = engine.teacher_forced_logits(prompts[index : index + 1], [generated[index][:-1]])[0, places]
-                gaps_alone = alone.max(-1).values.float() - alone.gather(1, tokens[places, None])[:, 0]
-                near = gaps_alone <= within[places]
-                self.unstable += torch.stack([gaps[places], gaps_alone], dim=1)[near].tolist()
-                self.differing += gaps[places][~near].tolist()
+                reread = engine.teacher_forced_logits(prompts[index : index + 1], [generated[index][:-1]])[0, places]
+                reread_gaps = reread.max(-1).values.float() - reread.gather(1, tokens[places, None])[:, 0]
+                tied = reread_gaps <= within[places]
+                self.unstable += torch.stack([gaps[places], reread_gaps], dim=1)[tied].tolist()
+                self.differing += gaps[places][~tied].tolist()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
