@@ -208,17 +208,20 @@ def _store_split(acc, bias, out, split, row, rows, outputs, TILES: tl.constexpr)
 
 @triton.jit
 def _planes_kernel(x, planes, scales, sums, rows, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """x = scale * (upper + lower / 254) for a row and group, with signed bytes in the order of `_byte_codes`."""
+    """x = scale * (upper + lower / 254) for a row and group, with signed bytes in the order of `_byte_codes`.
+
+    x is loaded in this order: where bytes change it between threads, Triton 3.6 swaps some of them in groups of 256.
+    """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = group * GROUP + tl.arange(0, GROUP)
-    values = tl.load(x + row * inputs + at).to(tl.float32)
+    values = tl.load(x + row * inputs + group * GROUP + _byte_inputs(GROUP)).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0) / 127, 1e-30)
     scale += tl.sum(values * 0, 0)  # NaN if x has one, which a maximum passes over
     steps = values / scale
     upper = (steps + ROUNDER) - ROUNDER
     lower = ((steps - upper) * 254 + ROUNDER) - ROUNDER
-    tl.store(planes + row * inputs + at, _byte_inputs(upper, GROUP))
-    tl.store(planes + (rows + row) * inputs + at, _byte_inputs(lower, GROUP))
+    tl.store(planes + row * inputs + at, upper.to(tl.int8))
+    tl.store(planes + (rows + row) * inputs + at, lower.to(tl.int8))
     tl.store(scales + row * (inputs // GROUP) + group, scale)
     chunk, chunks = group * (GROUP // CHUNK) + tl.arange(0, GROUP // CHUNK), inputs // CHUNK
     tl.store(sums + row * chunks + chunk, _chunk_sums(upper, GROUP, CHUNK))
@@ -232,10 +235,10 @@ def _chunk_sums(values, GROUP: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _byte_inputs(values, GROUP: tl.constexpr):
-    """values [GROUP] as bytes, from the order [piece, c, step, slot, half] to [piece, step, c, half, slot]."""
-    split = tl.reshape(values.to(tl.int8), (GROUP // 32, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(split, (0, 2, 1, 4, 3)), (GROUP,))
+def _byte_inputs(GROUP: tl.constexpr):
+    """Inputs of a group, [piece, c, step, slot, half], in the order [piece, step, c, half, slot]: int32 [GROUP]."""
+    i = tl.arange(0, GROUP)
+    return i // 32 * 32 + i // 4 % 4 * 8 + i // 16 % 2 * 4 + i % 2 * 2 + i // 2 % 2
 
 
 @triton.jit
