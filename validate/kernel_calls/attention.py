@@ -29,6 +29,7 @@ from ridgeplan.validate.kernel_calls.case import (
     relative_error,
 )
 from ridgeplan.validate.kernel_calls.sizes import GROUP, AttentionSize, CacheSize, RaggedSize, VerificationSize
+from ridgeplan.validate.kernel_calls.vllm_peers import flash_attention, prepared
 from ridgeplan.validate.random_model import fill_codes
 from ridgeplan.validate.timing import Bench, KernelCall
 
@@ -233,13 +234,18 @@ class BenchInputs:
     @cached_property
     def peers(self) -> Peers:
         """Full-precision attention kernels of other projects."""
-        return attention_peers(self.q, self.keys, self.values)
+        flash = prepared(flash_attention, self.q, self.keys, self.values, self.q.dtype)
+        return {**attention_peers(self.q, self.keys, self.values), "vLLM FlashAttention 3": flash}
 
     @cached_property
     def narrow_peers(self) -> Peers:
         """The same, and attention to FP8 caches."""
-        fp8 = {"FlashInfer, FP8 KV": torch.float8_e4m3fn}
-        return {**self.peers, **flashinfer_peers(self.q, self.keys, self.values, fp8)}
+        inputs, fp8 = (self.q, self.keys, self.values), torch.float8_e4m3fn
+        flash = prepared(flash_attention, *inputs, fp8)
+        return {
+            **self.peers, **flashinfer_peers(*inputs, {"FlashInfer, FP8 KV": fp8}),
+            "vLLM FlashAttention 3, FP8": flash,
+        }  # fmt: skip
 
     def attention(self, bits: int, lengths: tuple[int, ...] | None = None) -> DecodeAttention:
         """Attention in one format. lengths: tokens of each row, where they differ."""
@@ -286,7 +292,7 @@ def ragged_cases(bench: Bench, sizes: Iterable[RaggedSize]) -> Iterator[BenchCas
 def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[BenchCase]:
     """Several queries, as in a verification, against one query of the same format.
 
-    Full-precision peers apply no mask between the queries, which is no faster.
+    SDPA applies no mask between the queries, which is no faster.
     """
     for size in sizes:
         inputs = BenchInputs.draw(bench, size, size.queries, size.bits)

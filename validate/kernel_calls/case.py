@@ -111,6 +111,12 @@ def _sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, variant:
         return scaled_dot_product_attention(q, keys[variant], values[variant], enable_gqa=grouped)
 
 
+def in_pages(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values [variants, B, Hkv, N, D] as pages [variants, pages, PAGE_TOKENS, Hkv, D] of `dtype`."""
+    variants, _, kv_heads, _, head_dim = stored.shape
+    return stored.to(dtype).transpose(2, 3).reshape(variants, -1, PAGE_TOKENS, kv_heads, head_dim)
+
+
 @dataclass(frozen=True, eq=False)
 class FlashInfer:
     """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [variants, B, Hkv, N, D], in whole pages.
@@ -129,10 +135,7 @@ class FlashInfer:
     @cached_property
     def _pages(self) -> Tensor:
         """KV pages, [variants, pages, 2, PAGE_TOKENS, Hkv, D]."""
-        variants, batch, kv_heads, tokens, head_dim = self.keys.shape
-        shape = (variants, batch * tokens // PAGE_TOKENS, PAGE_TOKENS, kv_heads, head_dim)
-        stores = (store.to(self.dtype).transpose(2, 3).reshape(shape) for store in (self.keys, self.values))
-        return torch.stack(list(stores), dim=2)
+        return torch.stack([in_pages(stored, self.dtype) for stored in (self.keys, self.values)], dim=2)
 
     @cached_property
     def _wrapper(self) -> Any:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ridgeplan.kernels.linear.weights import MXFP4_GROUP
 from ridgeplan.roofline.execution import fitting_group
-from ridgeplan.validate.kernel_calls.case import PAGE_TOKENS, Call, Product, fresh
+from ridgeplan.validate.kernel_calls.case import PAGE_TOKENS, Call, Product, fresh, in_pages
 from ridgeplan.validate.kernel_calls.sizes import GROUP, ExpertSize, StateSize
 from ridgeplan.validate.timing import Bench
 
 LAYERS = "vllm.model_executor.layers"
 MARLIN = f"{LAYERS}.quantization.utils.marlin_utils"
+FLASH_ATTENTION_SPLITS = 32  # vLLM's default under CUDA graphs
 SCALE = 2**-7  # of all experts' codes
 SYMMETRIC = MappingProxyType({4: "uint4b8", 8: "uint8b128"})  # scalar types, by bits
 
@@ -105,6 +106,28 @@ def chunked_delta_rule(bench: Bench, size: StateSize) -> Call:
     options = {"initial_state": state, "output_final_state": True, "cu_seqlens": bounds}
     decays, steps = -v[..., 0].float().abs(), v[..., 1].sigmoid()
     return lambda _: rule(q, k, v, decays, steps, use_qk_l2norm_in_kernel=True, **options)
+
+
+def flash_attention(q: Tensor, keys: Tensor, values: Tensor, dtype: torch.dtype) -> Call:
+    """FlashAttention 3 of q [B, T, Hq, D] over keys, values [variants, B, Hkv, N, D], in whole pages.
+
+    Called as vLLM decodes with it under CUDA graphs: by a schedule made before, and up to 32 splits. dtype: of queries,
+    keys and values; FP8 without scales.
+    """
+    package = import_module("vllm.vllm_flash_attn")
+    (batch, queries, q_heads, head_dim), (kv_heads, tokens) = q.shape, keys.shape[2:4]
+    numbers = partial(torch.arange, dtype=torch.int32, device=q.device)
+    pages, bounds = numbers(batch * tokens // PAGE_TOKENS).view(batch, -1), numbers(batch + 1) * queries
+    lengths, options = torch.full_like(pages[:, 0], tokens), {"num_splits": FLASH_ATTENTION_SPLITS, "causal": True}
+    schedule = package.get_scheduler_metadata(
+        batch, queries, tokens, q_heads, kv_heads, head_dim, lengths, dtype, cu_seqlens_q=bounds,
+        page_size=PAGE_TOKENS, **options,
+    )  # fmt: skip
+    rows, paged = q.flatten(0, 1).to(dtype), [in_pages(stored, dtype) for stored in (keys, values)]
+    return lambda i: package.flash_attn_varlen_func(
+        rows, *(stored[i] for stored in paged), queries, bounds, tokens, seqused_k=lengths, block_table=pages,
+        scheduler_metadata=schedule, fa_version=3, **options,
+    )  # fmt: skip
 
 
 def flash_mla(q: Tensor, rows: Tensor, latent: int, scale: float) -> Call:
