@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,35 @@ for name, job in json.loads(sys.stdin.read()).items():
     shared[name] = compiled.metadata.shared
 print(json.dumps(shared))
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_replaced_once() -> Iterator[None]:
+    """Triton's interpreter replaces its language's functions at each launch, and at each call of a device function.
+
+    It then lists all of the language, which takes longer than most calls. Here, once per launch and module.
+    """
+    if sys.platform != "linux":  # Triton's wheels are for Linux
+        yield
+        return
+    from triton.runtime import interpreter
+
+    replace, replaced = interpreter._patch_lang, set[int]()
+
+    def replace_once(function: Callable[..., Any]) -> Any:
+        module, is_launch = id(function.__globals__), not replaced
+        if module in replaced:
+            return None
+        replaced.add(module)
+        scope = replace(function)
+        if is_launch:  # calls of device functions leave it to their kernel's launch to restore the language
+            restore = scope.restore
+            scope.restore = lambda: (restore(), replaced.clear())
+        return scope
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        yield
 
 
 @dataclass

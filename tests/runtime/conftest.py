@@ -64,6 +64,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quiet_library() -> Iterator[None]:
+    """Loading would change transformers' verbosity two dozen times: a sixth of a tiny model's time."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
 class Nonsense(TokenSelector):
     """Drafts read nothing but their own token."""
 

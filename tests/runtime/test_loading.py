@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -95,7 +96,9 @@ def test_ctrl_c_is_no_failure() -> None:
         raise KeyboardInterrupt
 
 
-def test_stderr_and_reports_come_back(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stderr_and_reports_come_back(capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(logging.set_verbosity, logging.get_verbosity()))
+    logging.set_verbosity_warning()  # transformers' default
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     with quiet_transformers(), quiet_rust():
         os.write(2, b"hidden")
