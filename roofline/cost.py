@@ -42,9 +42,9 @@ class Cost:
     __rmul__ = __mul__
 
 
-def is_symbolic(*terms: Term) -> bool:
-    """Whether any term is a sympy expression. Does not import sympy, which most callers never need."""
-    return any(hasattr(term, "free_symbols") for term in terms)
+def is_symbolic(a: Term, b: Term = 0.0) -> bool:
+    """Whether a term is a sympy expression. Does not import sympy, which most callers never need."""
+    return hasattr(a, "free_symbols") or hasattr(b, "free_symbols")
 
 
 def maximum(a: Term, b: Term) -> Term:

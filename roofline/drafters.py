@@ -80,7 +80,7 @@ def proposed_tokens(strategy: Strategy) -> Term:
     """Tokens of a round of a strategy with a drafter, before any loss at flush boundaries."""
     to_target = pass_tokens(strategy.hit, strategy.acceptance, strategy.gamma)
     terms = strategy.acceptance, strategy.hit, strategy.proposal_acceptance, strategy.proposals, strategy.cascade_passes
-    capped = not is_symbolic(*terms, strategy.gamma)
+    capped = not any(map(is_symbolic, (*terms, strategy.gamma)))
     through_drafts = capped_cascade_tokens(*terms, strategy.gamma) if capped else cascade_tokens(*terms)
     return strategy.cascades * through_drafts + (1 - strategy.cascades) * to_target
 

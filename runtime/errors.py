@@ -60,15 +60,13 @@ def quiet_transformers() -> Iterator[None]:
     """Silences transformers' progress bars and reports inside the body. The bar of its GGUF reader has no switch."""
     bars, verbosity, begin_bar = logging.is_progress_bar_enabled(), logging.get_verbosity(), tqdm.__init__
     logging.disable_progress_bar()
-    if verbosity < logging.ERROR:  # each change empties the caches of thousands of loggers
-        logging.set_verbosity_error()
+    logging.set_verbosity_error()
     tqdm.__init__ = partialmethod(begin_bar, disable=True)
     try:
         yield
     finally:
         tqdm.__init__ = begin_bar
-        if verbosity < logging.ERROR:
-            logging.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
 

@@ -14,32 +14,28 @@ def sparse_decode_attention_reference(
 ) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`; one batch row at a time, in float32."""
     q, keys, values, codes = inputs.q, inputs.keys, inputs.values, inputs.codes
-    out = torch.empty_like(q)
+    out, starts, ends = torch.empty_like(q), inputs.begin.tolist(), inputs.end.tolist()
     beyond = inputs.begin if codes is None or inputs.groups is None else inputs.groups * codes.group
-    starts, ends, limits = inputs.begin.tolist(), inputs.end.tolist(), beyond.tolist()
-    for b in range(len(q)):
-        tokens = expand_pages(index[b], page)
-        seen = expand_pages(torch.arange(index.shape[2], device=q.device), page) // page < count[b, :, None]
-        seen = seen & (tokens < limits[b])
-        tokens = torch.where(seen, tokens, 0).long().expand(keys.shape[1], -1)
+    token_index, heads = expand_pages(index, page), keys.shape[1]
+    page_of_token, query = (torch.arange(n, device=q.device) for n in (token_index.shape[2], q.shape[1]))
+    seen = (page_of_token // page < count[..., None]) & (token_index < beyond[:, None, None])
+    chosen_tokens = torch.where(seen, token_index, 0).long().expand(-1, heads, -1)
+    places = None if slots is None else torch.where(seen, expand_pages(slots, page), 0).long().expand(-1, heads, -1)
+    for b, tokens in enumerate(chosen_tokens):
         if codes is None:
             chosen = _gathered(keys[b], tokens), _gathered(values[b], tokens)
-        elif slots is not None and isinstance(codes, TokenRows):
-            places = torch.where(seen, expand_pages(slots[b], page), 0).long().expand(keys.shape[1], -1)
-            chosen = gather_rows(codes, b, tokens, places)
-        else:
-            assert isinstance(codes, QuantizedKV), "rows are found by their slots"
+        elif isinstance(codes, QuantizedKV):
             chosen = gather_codes(codes, b, tokens, inputs.lower)
-        stop = max(starts[b], min(ends[b] + q.shape[1] - 1, keys.shape[2]))
-        recent = slice(starts[b], stop)
-        recent_seen = torch.arange(starts[b], stop, device=q.device) < ends[b] + torch.arange(
-            q.shape[1], device=q.device
-        ).unsqueeze(1)
+        else:
+            assert places is not None, "rows are found by their slots"
+            chosen = gather_rows(codes, b, tokens, places[b])
+        recent = slice(starts[b], max(starts[b], min(ends[b] + q.shape[1] - 1, keys.shape[2])))
+        recent_seen = torch.arange(recent.start, recent.stop, device=q.device) < ends[b] + query[:, None]
         out[b] = attend_masked(
             q[b] * inputs.scale,
             torch.cat([chosen[0], keys[b, :, recent].float()], dim=1),
             torch.cat([chosen[1], values[b, :, recent].float()], dim=1),
-            _visible(seen, recent_seen, keys.shape[1]),
+            _visible(seen[b], recent_seen, heads),
         )
     return out
 

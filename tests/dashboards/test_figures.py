@@ -17,7 +17,8 @@ from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, Workload
-from ridgeplan.validate.papers.comparison import compare_all
+from ridgeplan.validate.papers.comparison import compare
+from ridgeplan.validate.papers.rows import load_tables
 
 LLAMA_2 = "meta-llama/Llama-2-7b-hf"
 Rows = Iterable[Mapping[str, Any]]
@@ -220,7 +221,7 @@ TABLES = (
 
 @pytest.mark.parametrize(("paper", "table", "metric"), TABLES)
 def test_rows_are_the_cells_of_the_papers_command(paper: str, table: str, metric: str) -> None:
-    (result,) = (comparison for comparison in compare_all([paper]) if comparison.name == table)
+    (result,) = (compare(published) for published in load_tables(paper) if published.name == table)
     expected = {
         (cell.case, cell.method): (None if cell.published == "-" else cell.published, cell.predicted)
         for cell in result.cells

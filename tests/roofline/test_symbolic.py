@@ -198,4 +198,5 @@ def test_where_takes_the_first_where_the_condition_holds():
 
 def test_what_is_symbolic():
     assert cost.is_symbolic(1, A)
-    assert not cost.is_symbolic(1, 2.0, np.ones(3))
+    assert cost.is_symbolic(A)
+    assert not cost.is_symbolic(2.0, np.ones(3))

@@ -67,10 +67,13 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quiet_library() -> Iterator[None]:
     """Loading would change transformers' verbosity two dozen times: a sixth of a tiny model's time."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(verbosity)
+    logging, usual = transformers.logging, transformers.logging.get_verbosity()
+    change = logging.set_verbosity
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging, "set_verbosity", lambda level: level == logging.get_verbosity() or change(level))
+        logging.set_verbosity_error()
+        yield
+        change(usual)
 
 
 class Nonsense(TokenSelector):
