@@ -239,7 +239,7 @@ def _isolated_link(path: Path, staging: Path) -> Iterator[tuple[Path, dict[str, 
     shutil.rmtree(folder)
 
 
-class _Reader(gguf.GGUFReader):
+class PlainReader(gguf.GGUFReader):
     """gguf's reader on a plain array: slices of its memmap take three times as long, 13 s for a vocabulary of 262k."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -254,7 +254,7 @@ def _one_reader() -> Iterator[None]:
     @cache
     def read_of(path: str) -> gguf.GGUFReader:
         """Without gpt-oss's RoPE, of which transformers takes the lengths of names for values."""
-        read = _Reader(path)
+        read = PlainReader(path)
         for name in [name for name in read.fields if name.startswith("gpt-oss.rope.scaling.")]:
             del read.fields[name]
         return read

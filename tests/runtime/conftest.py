@@ -11,6 +11,7 @@ import torch
 import transformers
 from tiny_families import FAMILY_SIZES
 
+from ridgeplan import runtime
 from ridgeplan.planner.capacity import offloaded_layers, predicted_memory
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.families import families
@@ -31,6 +32,7 @@ from ridgeplan.roofline.plan.plan import (
     Workload,
 )
 from ridgeplan.roofline.plan.policy import make_selection
+from ridgeplan.runtime.engine import Generation
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model.config import decoder_config
@@ -243,6 +245,20 @@ def prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def generated() -> Callable[..., Generation]:
+    """Generations with new engines, each run once: many tests compare with the same plain decoding."""
+    known: dict[str, Generation] = {}
+
+    def generate(plan: Plan, folder: str, ids: list[list[int]], new_tokens: int) -> Generation:
+        name = f"{plan} {folder} {ids} {new_tokens}"
+        if name not in known:
+            known[name] = runtime.load(plan, folder).generate(ids, new_tokens)
+        return known[name]
+
+    return generate
 
 
 @pytest.fixture(scope="session")

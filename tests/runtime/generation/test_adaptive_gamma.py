@@ -54,11 +54,12 @@ def profile():
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model, make_plan, prompts):
-    """Tokens of plain decoding by KV format."""
-    folder, ids = tiny_model(agreeable=True).folder, prompts(*LENGTHS)
-    generation = {kv: runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW) for kv in ("int4x2", "bf16+int4")}
-    return {kv: tokens.tokens for kv, tokens in generation.items()}
+def plain(tiny_model, make_plan, prompts, generated):
+    """Plain decoding of a KV format."""
+    ids = prompts(*LENGTHS)
+    return lambda kv, agreeable=True: generated(
+        make_plan(kv, batch=3), tiny_model(agreeable=agreeable).folder, ids, NEW
+    )
 
 
 @pytest.fixture
@@ -79,16 +80,16 @@ def forced(monkeypatch):
     pairs([("int4x2", 16, True), ("int4x2", 4, False), ("bf16+int4", 4, True), ("bf16", 4, False)], [*PATTERNS], 0),
 )
 def test_changes_of_gamma_change_nothing(
-    kv, draft_bits, agreeable, name, tiny_model, make_plan, prompts, profile, forced
+    kv, draft_bits, agreeable, name, plain, tiny_model, make_plan, prompts, profile, forced
 ):
     pattern = PATTERNS[name]
     folder, ids = tiny_model(agreeable=agreeable).folder, prompts(*LENGTHS)
-    plain = runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW)
+    expected = plain(kv, agreeable)
     engine = runtime.load(make_plan(kv, 6, batch=3, draft_bits=draft_bits, adaptive=True), folder, profile=profile)
     schedule = forced(engine, pattern)
     generation = engine.generate(ids, NEW)
-    assert generation.tokens == plain.tokens
-    assert generation.statistics.flushes == plain.statistics.flushes
+    assert generation.tokens == expected.tokens
+    assert generation.statistics.flushes == expected.statistics.flushes
     assert kv == "bf16" or generation.statistics.flushes >= 9
     assert [gamma for gamma, _ in schedule.seen] == [gamma for gamma, _ in zip(cycle(pattern), schedule.seen)]
     assert {rows for _, rows in schedule.seen} == {3}
@@ -116,7 +117,7 @@ def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     engine = runtime.load(plan, tiny_model(agreeable=True).folder, profile=profile)
     forced(engine, PATTERNS["up and down"])
     generation = engine.generate(prompts(*LENGTHS), 45)
-    assert generation.tokens == [tokens[:45] for tokens in plain[kv]]
+    assert generation.tokens == [tokens[:45] for tokens in plain(kv).tokens]
     assert generation.statistics.flushes >= 6
     assert {gamma for gamma, count in enumerate(generation.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
     assert generation.statistics.accepted < generation.statistics.num_draft_tokens_verified
@@ -149,11 +150,10 @@ def test_tokens_drafted_and_verified_are_those_of_each_rounds_gamma(tiny_model, 
 
 
 @pytest.mark.parametrize("agreeable", [True, False], ids=["agreeable", "contrary"])
-def test_its_own_choices_change_nothing_and_come_again(agreeable, tiny_model, make_plan, prompts, profile):
+def test_its_own_choices_change_nothing_and_come_again(agreeable, plain, tiny_model, make_plan, prompts, profile):
     folder, ids = tiny_model(agreeable=agreeable).folder, prompts(*LENGTHS)
-    plain = runtime.load(make_plan("int4x2", batch=3), folder).generate(ids, NEW)
     engine = runtime.load(make_plan("int4x2", 6, batch=3, adaptive=True), folder, profile=profile)
-    assert engine.generate(ids, NEW).tokens == plain.tokens
+    assert engine.generate(ids, NEW).tokens == plain("int4x2", agreeable).tokens
     sampling = SamplingParams(temperature=1.0, seed=7)
     first, second = (engine.generate(ids, NEW, sampling) for _ in range(2))
     assert first.tokens == second.tokens

@@ -41,10 +41,16 @@ def device_of():
 
 @pytest.fixture(scope="module")
 def run(model, head_file, prompts):
-    """A generation of a plan, and the engine that ran it."""
-    path = head_file(model)
+    """A generation of a plan, and the engine that ran it; each of them once."""
+    path, known = head_file(model), {}
 
     def generate(plan, *lengths):
+        name = f"{plan} {lengths}"
+        if name not in known:
+            known[name] = generate_anew(plan, *lengths)
+        return known[name]
+
+    def generate_anew(plan, *lengths):
         head = path if plan.attention.selection.name == "retrieval-head" else None
         engine = runtime.load(plan, model.folder, device="cpu", retrieval_head=head)
         return engine.generate(prompts(*lengths), NEW), engine

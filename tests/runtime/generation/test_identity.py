@@ -20,11 +20,11 @@ def generate(plan, folder, prompts, new_tokens=NEW):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 3, False), (4, 1, False), (7, 1, True)]),
     ],
 )  # fmt: skip
-def test_hierarchical_drafts_change_nothing(gamma, batch, agreeable, tiny_model, make_plan, prompts):
+def test_hierarchical_drafts_change_nothing(gamma, batch, agreeable, tiny_model, make_plan, prompts, generated):
     folder = tiny_model(agreeable=agreeable).folder
     ids = prompts(*LENGTHS[:batch])
-    plain = generate(make_plan("int4x2", batch=3), folder, ids)
-    drafted = generate(make_plan("int4x2", gamma, batch=3), folder, ids)
+    plain = generated(make_plan("int4x2", batch=3), folder, ids, NEW)
+    drafted = generated(make_plan("int4x2", gamma, batch=3), folder, ids, NEW)
     assert drafted.tokens == plain.tokens
     assert [len(tokens) for tokens in plain.tokens] == [NEW] * batch
     assert plain.statistics.flushes >= 3 * batch
@@ -46,10 +46,10 @@ def test_hierarchical_drafts_change_nothing(gamma, batch, agreeable, tiny_model,
         ("bf16", 1, "full", 16),
     ],
 )
-def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts):
+def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts, generated):
     folder = tiny_model(agreeable=True).folder
     ids = prompts(*LENGTHS)
-    plain = generate(make_plan(batch=3), folder, ids)
+    plain = generated(make_plan(batch=3), folder, ids, NEW)
     plan = make_plan(kv, gamma, batch=3, codes=codes, draft_bits=draft_bits)
     drafted = generate(plan, folder, ids)
     assert drafted.tokens == plain.tokens
@@ -71,10 +71,10 @@ def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_mod
         ("int8", 2, "full", 16),
     ],
 )
-def test_int8_targets_agree_across_formats(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts):
+def test_int8_targets_agree_across_formats(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts, generated):
     folder = tiny_model("qwen3", agreeable=True).folder
     ids = prompts(*LENGTHS)
-    plain = generate(make_plan("int8", batch=3), folder, ids)
+    plain = generated(make_plan("int8", batch=3), folder, ids, NEW)
     plan = make_plan(kv, gamma, batch=3, codes=codes, draft_bits=draft_bits)
     assert generate(plan, folder, ids).tokens == plain.tokens
 
@@ -94,11 +94,11 @@ def test_three_queries_a_head_and_larger_groups_change_nothing(gamma, tiny_model
     assert drafted.statistics.accepted > 0
 
 
-def test_a_row_generates_what_it_would_alone(tiny_model, make_plan, prompts):
+def test_a_row_generates_what_it_would_alone(tiny_model, make_plan, prompts, generated):
     folder = tiny_model(agreeable=True).folder
     ids = prompts(*LENGTHS)
     plan = make_plan("int4x2", 4, batch=3)
-    together = generate(plan, folder, ids).tokens
+    together = generated(plan, folder, ids, NEW).tokens
     assert together == [generate(plan, folder, [prompt]).tokens[0] for prompt in ids]
 
 
