@@ -35,7 +35,7 @@ PADDED_PROMPT_TOKENS = 8192
 PROMPT_STEP_TOKENS = 256
 
 # Queries of a chunk that attend to what was kept of earlier ones, too, and softmaxes with sinks take FlashAttention,
-# however many queries there are: on an H200 it computes at this share of cuDNN's rate.
+# however many queries there are. On an H200 it computes at this share of cuDNN's rate, which is what is calibrated.
 HELD_ATTENTION_SHARE = 0.6
 
 # Prompts' routed experts on an H200, against the dense library's rate, with the spread between models. In a library's

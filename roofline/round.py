@@ -28,6 +28,7 @@ from ridgeplan.roofline.drafters import (
 )
 from ridgeplan.roofline.execution import (
     HELD_ATTENTION_SHARE,
+    PADDED_PROMPT_TOKENS,
     PREFILL_CHUNK_TOKENS,
     PROMPT_EXPERTS_SPREAD,
     UNTIMED_PROMPT_SPREAD,
@@ -455,7 +456,8 @@ def prefill_rates(
         dense = maximum(machine.asynchronous, strategy.target.dense)
         linear = select_rates(dense, linear, slower_rates(linear, target_linear.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = {"linear": linear, "grouped_linear": linear}
-    attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks.count
+    attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks
+    by_cudnn = 1  # of the chunks: the first, as all others see earlier tokens
     if machine.engine is None:
         rows, target = prompt_expert_rows(shape, strategy, machine.asynchronous), strategy.target
         grouped = target.grouped_experts * indicator(target.grouped_rows, rows)
@@ -464,7 +466,8 @@ def prefill_rates(
         experts = replace(linear, compute_utilization=linear.compute_utilization * share)
         rates["grouped_linear"] = _at_least(PROMPT_EXPERTS_SPREAD, experts)
         attention = _at_least(UNTIMED_PROMPT_SPREAD, attention) if shape.is_mla else attention
-    rates["prefill_attention"] = _partly_flash(attention, (chunks - 1) / chunks)  # all but the first see earlier tokens
+        by_cudnn = where(machine.asynchronous, indicator(PADDED_PROMPT_TOKENS, chunks.tokens), 1)
+    rates["prefill_attention"] = _partly_flash(attention, 1 - by_cudnn / chunks.count)
     rates[SINKS_IN_FLASH] = _partly_flash(attention, 1)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
     return rates | rates_as_executed(rates["elementwise"], attention, machine.asynchronous)
