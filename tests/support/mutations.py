@@ -10,6 +10,7 @@ import re
 import struct
 from copy import deepcopy
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -50,6 +51,7 @@ EXTREMES = (
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "latin-1")
 
 
+@cache  # hypothesis examines every strategy that is new
 def scalars(raw: tuple[str, ...]) -> st.SearchStrategy[Any]:
     """Values of every type, numbers at and beyond every range, and these raw tokens."""
     return st.one_of(
@@ -64,6 +66,7 @@ def scalars(raw: tuple[str, ...]) -> st.SearchStrategy[Any]:
     )
 
 
+@cache
 def garbage(raw: tuple[str, ...]) -> st.SearchStrategy[Any]:
     """Scalars, and lists and objects of them."""
     inner = scalars(raw)
