@@ -68,9 +68,9 @@ PAGE_GAIN = 0.6
 MAX_GATHER_LOSS_S = 10e-6
 
 # How many times as long latent attention's instructions take over codes, which it decodes to 16 bits first. Fitted to
-# steps of DeepSeek-V2-Lite on an H200: INT8 latents take 0.48, 1.24 and 2.54 ms more than 16-bit ones at 32k x 1,
-# 120k x 1 and 32k x 8 (models_h200.json, plans with 8-bit weights). INT4 latents were not timed.
-DECODED_LATENTS = 2.0
+# steps of DeepSeek-V2-Lite on an H200: INT8 latents take 0.55, 1.17 and 2.75 ms more than 16-bit ones at 32k x 1,
+# 120k x 1 and 32k x 8 (models_h200.json, plans with 8-bit weights).
+DECODED_LATENTS = 3.5
 
 
 def draft_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
