@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import main
-from ridgeplan.planner import Recommendation, Workload, preset
+from ridgeplan.planner import NothingFits, Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 
@@ -45,6 +45,37 @@ def only_profile(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> Profile:
     """The test's profile as the only one that the package ships."""
     monkeypatch.setattr("ridgeplan.planner.resolution.shipped_profiles", lambda: (profile,))
     return profile
+
+
+@pytest.fixture(scope="session")
+def answers() -> dict[str, Recommendation | NothingFits]:
+    """What the planner answered to questions on the profile of all tests."""
+    return {}
+
+
+@pytest.fixture
+def questions_answered_once(
+    only_profile: Profile, answers: dict[str, Recommendation | NothingFits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run of a page, and each form of an answer, asks the planner again, mostly what another test asked.
+
+    What "auto" is depends on the test.
+    """
+    recommend = planner.recommend
+
+    def answer(*question: Any, **options: Any) -> Recommendation:
+        asked = repr((question, options))
+        if "auto" in question or asked not in answers:
+            try:
+                answers[asked] = recommend(*question, **options)
+            except NothingFits as error:
+                answers[asked] = error
+        known = answers[asked]
+        if isinstance(known, NothingFits):
+            raise known
+        return known
+
+    monkeypatch.setattr(planner, "recommend", answer)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ridgeplan.dashboards.cli.output import echo, number, print_table, progress,
 from ridgeplan.roofline.catalog.validation import with_options
 from ridgeplan.roofline.plan.presets import short_name
 
+pytestmark = pytest.mark.usefixtures("questions_answered_once")
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {
     "a long context": (LLAMA, "--gpu", "h200", "--ctx", "128k"),

@@ -21,7 +21,7 @@ from ridgeplan.planner.render.verdict import plan_sentence, reasons, sentence
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Profile
 
-pytestmark = pytest.mark.usefixtures("only_profile")
+pytestmark = pytest.mark.usefixtures("questions_answered_once")
 TILES = ["Time per token", "First token", "Tokens/s", "Speed-up", "Peak memory", "1M new tokens"]
 
 

@@ -9,7 +9,7 @@ from ridgeplan.dashboards.page.inputs import escaped
 from ridgeplan.planner import NothingFits
 from ridgeplan.planner.render.verdict import sentence
 
-pytestmark = pytest.mark.usefixtures("only_profile")
+pytestmark = pytest.mark.usefixtures("questions_answered_once")
 MODEL = "meta-llama/Llama-3.1-8B"
 
 

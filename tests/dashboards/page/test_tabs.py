@@ -11,7 +11,7 @@ from ridgeplan.planner.queries.compare import compare
 from ridgeplan.roofline.plan.presets import short_name
 from ridgeplan.validate.suite.report import SuiteReport
 
-pytestmark = pytest.mark.usefixtures("only_profile")
+pytestmark = pytest.mark.usefixtures("questions_answered_once")
 REPORT = Path(__file__).parents[3] / "validate" / "results" / "suite_h200.json"
 MODELS = ["deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "mistralai/Mistral-7B-v0.1"]
 HEAD_CHARTS = 1  # memory over the context, above the tabs
