@@ -47,7 +47,7 @@ from ridgeplan.roofline.latency import (
 from ridgeplan.roofline.memory import hides, mtp_params
 from ridgeplan.roofline.ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.passes import WINDOWED_ATTENTION, Op, weight_bytes
-from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, HostPart, KVFormat, Plan, require
+from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, HostPart, KVFormat, Plan, PlanError, require
 from ridgeplan.roofline.plan.policies.evictions import kept_tokens, layer_budgets
 from ridgeplan.roofline.plan.policy import SelectionCost, TokenSelection
 from ridgeplan.roofline.plan.support import missing_cost_model
@@ -72,8 +72,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
 
     Raises PlanError for plans without a cost model: policies of some models, or several GPUs for a whole shape.
     """
-    sharded = f"the plan is for {plan.parallel}; allowed: {shape.parallel} for a prediction of this shape"
-    require(plan.parallel == shape.parallel, sharded)
+    if plan.parallel != shape.parallel:
+        raise PlanError(f"the plan is for {plan.parallel}; allowed: {shape.parallel} for a prediction of this shape")
     problem = missing_cost_model(plan, shape)
     require(problem is None, problem or "")
     workload, speculation, attention = plan.workload, plan.speculation, plan.attention

@@ -68,9 +68,9 @@ class Family:
 
     def plan(self, gamma: int, ratio: float, depth: int = 0) -> Plan:
         """The plan at one point of the grid."""
-        speculation = self.template.speculation
+        speculation, drafter = self.template.speculation, self.template.speculation.drafter
         _, passes, depth = self.round(int(gamma), int(depth))
-        drafter = replace(speculation.drafter, passes=passes * (depth > 0), depth=depth)
+        drafter = replace(drafter, passes=passes * (depth > 0), depth=depth) if drafter.active else drafter
         speculation = replace(speculation, gamma=int(gamma), drafter=drafter)
         return replace(self.template, speculation=speculation.with_ratio(float(ratio)))
 
