@@ -35,8 +35,9 @@ PADDED_PROMPT_TOKENS = 8192
 PROMPT_STEP_TOKENS = 256
 
 # Queries of a chunk that attend to what was kept of earlier ones, too, and softmaxes with sinks take FlashAttention,
-# however many queries there are. On an H200 it computes at this share of cuDNN's rate, which is what is calibrated.
-HELD_ATTENTION_SHARE = 0.6
+# however many queries there are: on an H200 it computes at this share of cuDNN's rate, and at the second of shorter
+# prompts, the mean of six sizes of 1536 and 6000 tokens (0.41 to 0.54; suite_kernels_h200.json).
+HELD_ATTENTION_SHARE, SHORT_ATTENTION_SHARE = 0.6, 0.46
 
 # Prompts' routed experts on an H200, against the dense library's rate, with the spread between models. In a library's
 # grouped products (a device's `grouped_experts`) each expert takes the time of so many rows more than it has, by the
@@ -140,6 +141,11 @@ RoundKind = int | RoundShape
 def round_shape(kind: RoundKind) -> RoundShape:
     """The shape of a round; of a number, self-drafts of that many passes."""
     return kind if isinstance(kind, RoundShape) else RoundShape(kind, kind, 0)
+
+
+def short_attention_factor(tokens: Term, on_gpu: Term) -> Term:
+    """How many times as long attention of a prompt of `tokens` tokens computes as cuDNN's, which is calibrated."""
+    return where(on_gpu * (1 - indicator(PADDED_PROMPT_TOKENS, tokens)), 1 / SHORT_ATTENTION_SHARE, 1)
 
 
 def padded_prompt(tokens: Term) -> Term:

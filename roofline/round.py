@@ -28,7 +28,6 @@ from ridgeplan.roofline.drafters import (
 )
 from ridgeplan.roofline.execution import (
     HELD_ATTENTION_SHARE,
-    PADDED_PROMPT_TOKENS,
     PREFILL_CHUNK_TOKENS,
     PROMPT_EXPERTS_SPREAD,
     UNTIMED_PROMPT_SPREAD,
@@ -37,6 +36,7 @@ from ridgeplan.roofline.execution import (
     mean_quantized_tokens,
     mean_splits,
     round_shape,
+    short_attention_factor,
 )
 from ridgeplan.roofline.host_link import HostLink, small_kernel_seconds
 from ridgeplan.roofline.latency import (
@@ -68,8 +68,8 @@ PAGE_GAIN = 0.6
 MAX_GATHER_LOSS_S = 10e-6
 
 # How many times as long latent attention's instructions take over codes, which it decodes to 16 bits first. Fitted to
-# steps of DeepSeek-V2-Lite on an H200: INT8 latents take 0.55, 1.17 and 2.75 ms more than 16-bit ones at 32k x 1,
-# 120k x 1 and 32k x 8 (models_h200.json, plans with 8-bit weights).
+# steps of DeepSeek-V2-Lite with 8-bit weights on an H200: INT8 latents take 0.55, 1.17 and 2.54 ms more than 16-bit
+# ones at 32k x 1, 120k x 1 and 32k x 8, the last by the kernel before today's tiles.
 DECODED_LATENTS = 3.5
 
 
@@ -457,7 +457,7 @@ def prefill_rates(
         linear = select_rates(dense, linear, slower_rates(linear, target_linear.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = {"linear": linear, "grouped_linear": linear}
     attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks
-    by_cudnn = 1  # of the chunks: the first, as all others see earlier tokens
+    first: Term = 1  # chunk, which sees no earlier tokens
     if machine.engine is None:
         rows, target = prompt_expert_rows(shape, strategy, machine.asynchronous), strategy.target
         grouped = target.grouped_experts * indicator(target.grouped_rows, rows)
@@ -466,9 +466,9 @@ def prefill_rates(
         experts = replace(linear, compute_utilization=linear.compute_utilization * share)
         rates["grouped_linear"] = _at_least(PROMPT_EXPERTS_SPREAD, experts)
         attention = _at_least(UNTIMED_PROMPT_SPREAD, attention) if shape.is_mla else attention
-        by_cudnn = where(machine.asynchronous, indicator(PADDED_PROMPT_TOKENS, chunks.tokens), 1)
-    rates["prefill_attention"] = _partly_flash(attention, 1 - by_cudnn / chunks.count)
-    rates[SINKS_IN_FLASH] = _partly_flash(attention, 1)
+        first = short_attention_factor(chunks.tokens, machine.asynchronous)
+    rates["prefill_attention"] = _slowed(attention, (first + (chunks.count - 1) / HELD_ATTENTION_SHARE) / chunks.count)
+    rates[SINKS_IN_FLASH] = _slowed(attention, 1 / HELD_ATTENTION_SHARE)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
     return rates | rates_as_executed(rates["elementwise"], attention, machine.asynchronous)
 
@@ -477,10 +477,9 @@ def _at_least(spread: float, rates: RateTerms) -> RateTerms:
     return replace(rates, spread=maximum(rates.spread, spread))
 
 
-def _partly_flash(rates: RateTerms, share: Term) -> RateTerms:
-    """Rates of prompts' attention of which FlashAttention computes a share, slower than what computes the rest."""
-    slower = 1 + (1 / HELD_ATTENTION_SHARE - 1) * share
-    return replace(rates, compute_utilization=rates.compute_utilization / slower)
+def _slowed(rates: RateTerms, factor: Term) -> RateTerms:
+    """Rates at which arithmetic takes `factor` times as long."""
+    return replace(rates, compute_utilization=rates.compute_utilization / factor)
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:

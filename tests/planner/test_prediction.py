@@ -325,9 +325,12 @@ def test_windows_that_hide_tokens_are_priced_in_full_precision(h200_profile, con
         assert (seconds > 2 * window.seconds) == (changed == kind)
 
 
-@pytest.mark.parametrize(("context", "batch", "added_ms"), [(32768, 1, 0.48), (120_000, 1, 1.24), (32768, 8, 2.54)])
+@pytest.mark.parametrize(("context", "batch", "added_ms"), [(32768, 1, 0.55), (120_000, 1, 1.17), (32768, 8, 2.54)])
 def test_int8_latents_take_longer_than_16_bit_ones(context, batch, added_ms):
-    """By what they added to steps with 8-bit weights on an H200 (models_h200.json), to which the factor was fitted."""
+    """By what they added to steps with 8-bit weights on an H200, to which the factor was fitted.
+
+    Of eight sequences by the kernel before today's tiles; the others are in models_h200.json.
+    """
     shape = load_shape("deepseek-ai/DeepSeek-V2-Lite")
     plain = preset("int8-weights", Workload(shape.name, "h200", context, 256, batch))
     coded = replace(plain, kv=replace(plain.kv, format=KVFormat.INT8))

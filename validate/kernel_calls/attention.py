@@ -16,7 +16,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.execution import choose_splits
+from ridgeplan.roofline.execution import choose_splits, short_attention_factor
 from ridgeplan.roofline.latency import attention_kind, prefill_attention_kind
 from ridgeplan.runtime.model.prefill_layer import attend_in_place
 from ridgeplan.validate.kernel_calls.case import (
@@ -195,11 +195,15 @@ def fill_with_noise(bench: Bench, plane: Tensor) -> None:
 
 
 def prefill_attention(bench: Bench, heads: Heads, tokens: int) -> KernelCall:
-    """Causal attention of a whole prompt, as in the runtime's prefill: the output overwrites the queries."""
+    """Causal attention of a whole prompt, as in the runtime's prefill: the output overwrites the queries.
+
+    Its arithmetic is counted as cuDNN's, so that prompts that are too short for cuDNN are of the same class.
+    """
     queries = bench.random(tokens, heads.q_heads, heads.head_dim).clone()
     keys, values = bench.random(2, heads.kv_heads, tokens, heads.head_dim)
     sizes = ops.PromptHeads(heads.q_heads, 2 * heads.kv_heads * heads.head_dim, heads.head_dim, heads.head_dim)
     cost = ops.causal_attention(1, sizes, tokens, bench.element_bytes)
+    cost = replace(cost, flops=cost.flops * short_attention_factor(tokens, bench.device.type == "cuda"))
     name = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}, {tokens} tokens"
     kind = prefill_attention_kind(heads.head_dim)
     return KernelCall(kind, name, cost, lambda _: attend_in_place(queries, keys, values, None, tokens))
