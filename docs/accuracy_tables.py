@@ -10,7 +10,7 @@ from readme_tables import RESULTS, decoding_files, result, table
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.validate.suite.report import SuiteReport
 
-SUITES = ("suite_h200", "suite_h100_steps")
+SUITES = ("suite_h200", "suite_kernels_h200", "suite_h100_steps")
 MODELS = "models_h200"  # at true size
 BANDS = (0.05, 0.1, 0.2)  # errors up to which rows are counted
 

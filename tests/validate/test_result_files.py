@@ -36,7 +36,7 @@ def too_short(values: Any, name: str) -> Iterator[tuple[str, bool]]:
     for section, rows in values.items():
         for row in rows if isinstance(rows, list) else ():
             figures = row.get("measured") if isinstance(row, dict) else None
-            if figures and "draft_passes" in figures and "adaptive" not in row.get("row", ""):
+            if isinstance(figures, dict) and "draft_passes" in figures and "adaptive" not in row.get("row", ""):
                 yield f"{name} {section}", figures["decode_s"] < (1 - MEDIANS) * device_s(figures)
 
 

@@ -20,7 +20,7 @@ from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.search import families
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile import ROUTER_S, Profile
 from ridgeplan.roofline.execution import rate_rows
 from ridgeplan.roofline.latency import INTEGER, Machine
 from ridgeplan.roofline.plan.plan import Plan, Workload
@@ -44,10 +44,11 @@ DRAFT_STEP = "draft step"
 
 
 def predicted_seconds(call: KernelCall, machine: Machine) -> float:
-    """Seconds of a call by the cost model, at the rates of its class."""
+    """Seconds of a call by the cost model, at the rates of its class; of experts without their router."""
     kind = call.kind if call.kind in machine.rates else call.kind.removesuffix(INTEGER)
     rates = machine.rates[kind].at_rows(rate_rows(call.kind, call.rows, call.width, call.depth))
-    return float(machine.seconds(call.cost, rates, call.width, call.depth, call.tiles))
+    router_s = ROUTER_S if kind.startswith("grouped") else 0
+    return float(machine.seconds(call.cost, rates, call.width, call.depth, call.tiles)) - router_s
 
 
 @torch.inference_mode()
