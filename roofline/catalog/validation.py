@@ -57,6 +57,11 @@ def listed(invalid: ValidationError, arguments: CoreSchema) -> str:
     """One line: the only mistake, or the first few, numbered. `arguments` are the fields of the checked dataclass."""
     details = invalid.errors(include_url=False)
     mistakes = [_mistake(item, arguments) for item in details[:MAX_LISTED]]
+    fields = [text.partition(" is not a field")[2] for text in mistakes]  # those of an object are listed once
+    mistakes = [
+        text.removesuffix(end) if end in fields[:i] else text
+        for i, (text, end) in enumerate(zip(mistakes, fields, strict=True))
+    ]
     more = len(details) - len(mistakes)
     return numbered(mistakes, len(details)) + (f"; and {more} more" if more else "")
 

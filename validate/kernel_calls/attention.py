@@ -245,11 +245,8 @@ class BenchInputs:
     def narrow_peers(self) -> Peers:
         """The same, and attention to FP8 caches."""
         inputs, fp8 = (self.q, self.keys, self.values), torch.float8_e4m3fn
-        flash = prepared(flash_attention, *inputs, fp8)
-        return {
-            **self.peers, **flashinfer_peers(*inputs, {"FlashInfer, FP8 KV": fp8}),
-            "vLLM FlashAttention 3, FP8": flash,
-        }  # fmt: skip
+        peers = {**self.peers, **flashinfer_peers(*inputs, {"FlashInfer, FP8 KV": fp8})}
+        return peers | {"vLLM FlashAttention 3, FP8": prepared(flash_attention, *inputs, fp8)}
 
     def attention(self, bits: int, lengths: tuple[int, ...] | None = None) -> DecodeAttention:
         """Attention in one format. lengths: tokens of each row, where they differ."""

@@ -249,6 +249,10 @@ def test_missing_and_unknown_fields_are_named() -> None:
         build(Outer, {**GOOD, "parts": {"left": {"width": 3, "size": 1}}})
     with pytest.raises(OwnError, match=r"^inner\.size is not a field; allowed: width, depth$"):
         build(Outer, {**GOOD, "inner": {"width": 3, "size": 1}})
+    with pytest.raises(
+        OwnError, match=r"\(1\) inner\.size is .*; allowed: width, depth; \(2\) inner\.hue is not a field$"
+    ):
+        build(Outer, {**GOOD, "inner": {"width": 3, "size": 1, "hue": 1}})
     with pytest.raises(OwnError, match=r"^it is \[\]; allowed: an object with named fields$"):
         build(Outer, [])
 
