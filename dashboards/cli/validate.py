@@ -40,7 +40,7 @@ def run_suite(
     suite: str, only: Sequence[str], models: Sequence[str], prompt_file: str | None, other_text: str | None,
     profile: str | None, output: Path | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Runs the suite, saves and prints its results. Results of earlier runs in `output` are kept.
+    """Runs the suite, saves its results after every part, and prints them. Earlier ones of other sections are kept.
 
     Raises SuiteError, before anything is measured, where those are of another suite, machine or calibration.
     """
@@ -57,12 +57,15 @@ def run_suite(
     options = SuiteOptions(suite, only, calibrated, sources, *texts)
     if earlier is not None:
         heading(options).merged_into(earlier)
+
+    def saved(report: SuiteReport) -> SuiteReport:
+        report = report if earlier is None else report.merged_into(earlier)
+        if output is not None:
+            write_atomically(output, report.to_json())
+        return report
+
     with progress("validating") as on_progress:
-        report = measure(options, on_progress)
-    if earlier is not None:
-        report = report.merged_into(earlier)
-    if output is not None:
-        write_atomically(output, report.to_json())
+        report = saved(measure(options, on_progress, keep=saved))
     show(report, html, as_json)
 
 

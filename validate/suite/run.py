@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,23 +49,30 @@ class SuiteOptions:
         return tuple(section for section in SECTIONS if section in (self.only or SECTIONS))
 
 
-def run_suite(options: SuiteOptions, on_progress: OnProgress = silent, sizes: SuiteSizes | None = None) -> SuiteReport:
+def run_suite(
+    options: SuiteOptions,
+    on_progress: OnProgress = silent,
+    sizes: SuiteSizes | None = None,
+    keep: Callable[[SuiteReport], object] = lambda report: None,
+) -> SuiteReport:
     """Runs the chosen sections on the GPU if there is one, else on the CPU. sizes: by default the suite's own.
 
-    Generations come first, as they refuse a wrong model or a short text.
+    Generations come first, as they refuse a wrong model or a short text. keep: takes what has been measured so far,
+    after every part.
     Raises ModelError, InflationError, PromptError, WorkloadError, what `load_shape` raises, and where no case ran
     NoisyMachine if others kept the machine busy, else SuiteError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = _Run(options, sizes or sizes_for(options.suite, device.type), device, on_progress)
+    run = _Run(options, sizes or sizes_for(options.suite, device.type), device, on_progress, keep)
     if "generations" in options.sections:
         run.real_models()
     if "kernels" in options.sections:
         run.rows += sections.kernel_rows(options.profile, device, run.sizes.kernels, on_progress)
+        run.save()
     if {"steps", "outputs", "regret"} & set(options.sections):
         run.random_models()
     run.require_results()
-    return replace(heading(options), rows=tuple(run.rows), regret=tuple(run.regret), skipped=tuple(run.skipped))
+    return run.report()
 
 
 def heading(options: SuiteOptions) -> SuiteReport:
@@ -90,10 +97,21 @@ class _Run:
     sizes: SuiteSizes
     device: torch.device
     on_progress: OnProgress
+    keep: Callable[[SuiteReport], object]
     rows: list[SuiteRow] = field(default_factory=list)
     regret: list[RegretRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     busy: int = 0  # cases that were skipped as the machine was busy
+
+    def report(self) -> SuiteReport:
+        """What has been measured so far."""
+        rows, regret, skipped = tuple(self.rows), tuple(self.regret), tuple(self.skipped)
+        return replace(heading(self.options), rows=rows, regret=regret, skipped=skipped)
+
+    def save(self) -> None:
+        """Hands over what has been measured so far, if anything."""
+        if self.rows or self.regret:
+            self.keep(self.report())
 
     def require_results(self) -> None:
         """Raises NoisyMachine or SuiteError where nothing was measured."""
@@ -125,6 +143,7 @@ class _Run:
             rows, reason = generations.generation_rows(model, case, profile, new_tokens, texts)
             self.rows += rows
             self.skipped += [reason] if reason else []
+            self.save()
 
     def random_models(self) -> None:
         """Measures steps and regret model by model, so that each model's weights are made once."""
@@ -139,10 +158,12 @@ class _Run:
             model = RandomModel.build(shape, self.device, machine)
             if "steps" in self.options.sections:
                 self._steps(model)
+                self.save()
             if with_outputs:
                 self._outputs(model)
             if "regret" in self.options.sections:
                 self._regret(model)
+            self.save()
             del model  # the next model needs its memory
 
     def _steps(self, model: RandomModel) -> None:

@@ -301,8 +301,21 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[SuiteOptions]:
         calls.append(options)
         return replace(heading(options), rows=(replace(ROW, section=options.sections[0]),))
 
-    monkeypatch.setattr("ridgeplan.validate.suite.run.run_suite", lambda question, _: run(question))
+    monkeypatch.setattr("ridgeplan.validate.suite.run.run_suite", lambda question, *_, **__: run(question))
     return calls
+
+
+def test_a_suite_that_is_cut_off_leaves_what_it_measured(
+    invoke: Any, profile_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(options: SuiteOptions, _: object, keep: Callable[[SuiteReport], object]) -> SuiteReport:
+        keep(replace(heading(options), rows=(ROW,)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ridgeplan.validate.suite.run.run_suite", cut_off)
+    path = tmp_path / "results.json"
+    invoke("validate", "--suite", "smoke", "--only", ROW.section, "--profile", profile_path, "--output", path)
+    assert SuiteReport.read(path).rows == (ROW,)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,11 @@ def test_all_sections_end_up_in_one_report(
     monkeypatch.setattr(module.sections, "families", corners)
     messages: list[str] = []
     options = SuiteOptions("smoke", (), h200_profile, (str(tiny_folder),))
-    report = run_suite(options, lambda what, done, total: messages.append(what), SIZES)
+    kept: list[SuiteReport] = []
+    report = run_suite(options, lambda what, done, total: messages.append(what), SIZES, kept.append)
     assert report.sections == ("kernels", "steps", "outputs", "generations", "regret")
+    assert kept[-1] == report
+    assert [len(each.rows) for each in kept] == sorted({len(each.rows) for each in kept[:-1]} | {len(report.rows)})
     kinds = {row.section: {other.kind for other in report.rows if other.section == row.section} for row in report.rows}
     assert kinds["steps"] == {"plain step", "draft step", "verification"}
     assert "TPOT at the measured acceptance" in kinds["generations"]
