@@ -64,16 +64,16 @@ def questions_answered_once(
     recommend = planner.recommend
 
     def answer(*question: Any, **options: Any) -> Recommendation:
-        asked = repr((question, options))
-        if "auto" in question or asked not in answers:
+        key = repr((question, options))
+        if "auto" in question or key not in answers:
             try:
-                answers[asked] = recommend(*question, **options)
+                answers[key] = recommend(*question, **options)
             except NothingFits as error:
-                answers[asked] = error
-        known = answers[asked]
-        if isinstance(known, NothingFits):
-            raise known
-        return known
+                answers[key] = error
+        outcome = answers[key]
+        if isinstance(outcome, NothingFits):
+            raise outcome
+        return outcome
 
     monkeypatch.setattr(planner, "recommend", answer)
 
