@@ -457,7 +457,7 @@ def prefill_rates(
         linear = select_rates(dense, linear, slower_rates(linear, target_linear.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = {"linear": linear, "grouped_linear": linear}
     attention, chunks = machine.rates[prefill_attention_kind(shape.head_dim)], strategy.prompt_chunks
-    first: Term = 1  # chunk, which sees no earlier tokens
+    first_chunk: Term = 1  # times as long as cuDNN takes; all others see earlier tokens
     if machine.engine is None:
         rows, target = prompt_expert_rows(shape, strategy, machine.asynchronous), strategy.target
         grouped = target.grouped_experts * indicator(target.grouped_rows, rows)
@@ -466,8 +466,9 @@ def prefill_rates(
         experts = replace(linear, compute_utilization=linear.compute_utilization * share)
         rates["grouped_linear"] = _at_least(PROMPT_EXPERTS_SPREAD, experts)
         attention = _at_least(UNTIMED_PROMPT_SPREAD, attention) if shape.is_mla else attention
-        first = short_attention_factor(chunks.tokens, machine.asynchronous)
-    rates["prefill_attention"] = _slowed(attention, (first + (chunks.count - 1) / HELD_ATTENTION_SHARE) / chunks.count)
+        first_chunk = short_attention_factor(chunks.tokens, machine.asynchronous)
+    all_chunks = first_chunk + (chunks.count - 1) / HELD_ATTENTION_SHARE
+    rates["prefill_attention"] = _slowed(attention, all_chunks / chunks.count)
     rates[SINKS_IN_FLASH] = _slowed(attention, 1 / HELD_ATTENTION_SHARE)
     rates |= {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
     return rates | rates_as_executed(rates["elementwise"], attention, machine.asynchronous)

@@ -50,11 +50,9 @@ class SuiteOptions:
 
 
 def run_suite(
-    options: SuiteOptions,
-    on_progress: OnProgress = silent,
-    sizes: SuiteSizes | None = None,
+    options: SuiteOptions, on_progress: OnProgress = silent, sizes: SuiteSizes | None = None,
     keep: Callable[[SuiteReport], object] = lambda report: None,
-) -> SuiteReport:
+) -> SuiteReport:  # fmt: skip
     """Runs the chosen sections on the GPU if there is one, else on the CPU. sizes: by default the suite's own.
 
     Generations come first, as they refuse a wrong model or a short text. keep: takes what has been measured so far,

@@ -9,11 +9,15 @@ import pytest
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.search import families
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_execution
 from ridgeplan.validate.suite import sections as module
 from ridgeplan.validate.suite.sections import RegretCandidate, candidates, row_of, to_measure
+from ridgeplan.validate.timing import KernelCall
 
 WORKLOAD = Workload("Qwen2.5-0.5B", "h200", 20_000, 256)
 SHAPE = load_shape("Qwen2.5-0.5B")
@@ -28,6 +32,15 @@ def candidate(plan: Plan, tpot_ms: float, gamma: int = 0, acceptance: float = 0.
     best, known = SimpleNamespace(tpot_ms=tpot_ms), SimpleNamespace(best=acceptance)
     predicted: Any = SimpleNamespace(best=best, gamma=gamma, acceptance=known, tokens_per_round=2.0)
     return RegretCandidate(plan, predicted)
+
+
+def test_calls_of_experts_are_predicted_without_their_router(h200_profile: Profile) -> None:
+    """A step's experts have one, which the rates of a profile add to what was calibrated."""
+    experts = Rates(0.8, 0.7, 2e-6, 0.05)
+    profile = replace(h200_profile, classes={**h200_profile.classes, "grouped_linear": experts})
+    call = KernelCall("grouped_linear", "no bytes", Cost(), lambda variant: None)
+    assert module.predicted_seconds(call, Machine.of(profile)) == pytest.approx(experts.launch_s)
+    assert profile.rates("grouped_linear").launch_s > 2 * experts.launch_s
 
 
 def test_regret_is_the_recommended_plans_time_over_the_best_measured() -> None:
